@@ -21,6 +21,7 @@ from lcjax.attention.causal import Bidirectional, Causal, Chunked, Sliding
 from lcjax.attention.dual_chunk import DualChunk
 from lcjax.attention.eviction import CachePolicy
 from lcjax.attention.inf_llm import InfLLM
+from lcjax.attention.kivi import Kivi
 from lcjax.attention.landmark.pattern import Landmark
 from lcjax.attention.lm_infinite import LMInfinite, ReRoPE
 from lcjax.attention.longformer import Longformer
@@ -53,7 +54,7 @@ __all__ = [
     "H2O", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AttentionMetadata", "Bidirectional",
     "BigBird", "CacheMethod", "CachePolicy", "Candidates", "Causal", "Chunked", "Critical",
     "Disentangled", "DualChunk", "DuoAttention", "Exact", "ExpectedAttention", "Finch", "Fp8",
-    "HeadBudget", "HeadRates", "InfLLM", "Int8", "KVzip", "KeepAll", "KeyDiff", "Knorm",
+    "HeadBudget", "HeadRates", "InfLLM", "Int8", "KVzip", "KeepAll", "KeyDiff", "Kivi", "Knorm",
     "LMInfinite", "LagKV", "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios", "Longformer",
     "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal", "Quest",
     "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "Sliding", "SnapKV",

@@ -27,31 +27,20 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
-from lcjax.attention.cache_storage import Exact, Storage
+from lcjax.attention.cache_storage import Arrays, Exact, LayerShape, Storage
 from lcjax.errors import InputError
 from pallas_kernels import Layout, swap_heads
 
 if TYPE_CHECKING:
     from lcjax.attention.base import AttentionMetadata, Pattern
     from lcjax.rope import Rotation
-
-Arrays = dict[str, jax.Array]  # of one layer, each [B, heads, _, _]
-
-
-class LayerShape(NamedTuple):
-    """The sizes of a layer that its cache depends on."""
-
-    num_heads: int  # query heads
-    num_kv_heads: int
-    head_dim: int
-    dtype: jnp.dtype  # of keys and values
 
 
 class Prompt(NamedTuple):

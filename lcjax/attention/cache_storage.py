@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import functools
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import draccus
 import jax
@@ -23,10 +23,17 @@ from jaxtyping import Array, Float, Int
 from lcjax.errors import InputError, NonNegativeInt, Range, check_fields
 from pallas_kernels import Floats, Quantised, Scaled
 
-if TYPE_CHECKING:
-    from lcjax.attention.cache import Arrays, LayerCache, LayerShape
-
+Arrays = dict[str, jax.Array]  # of one layer, each [B, heads, _, _]
 _LEAST_SCALE = 1e-6
+
+
+class LayerShape(NamedTuple):
+    """The sizes of a layer that its cache depends on."""
+
+    num_heads: int  # query heads
+    num_kv_heads: int
+    head_dim: int
+    dtype: jnp.dtype  # of keys and values
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,8 @@ class Storage(draccus.ChoiceRegistry, abc.ABC):
         """Returns the storage of one of `num_layers` layers."""
         return self
 
-    def layer_cache(self, needed: Any) -> LayerCache:
-        """Returns the `FullCache` that a pattern needs with this storage."""
+    def layer_cache(self, needed: Any) -> Any:
+        """Returns the `lcjax.attention.cache.FullCache` that a pattern needs, with this storage."""
         return replace(needed, storage=self)
 
     @abc.abstractmethod
@@ -270,12 +277,12 @@ class _CodebookKeys(Quantised):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _AffineValues(Quantised):
-    """Values as scale x code + min, with a scale and a min for each token and head."""
+class AffineValues(Quantised):
+    """Values as scale x code + min, with a scale and a min for each of C groups of channels."""
 
     words: Int[Array, "B S K W"]
-    scale: Float[Array, "B S K 1"]
-    least: Float[Array, "B S K 1"]
+    scale: Float[Array, "B S K C"]
+    least: Float[Array, "B S K C"]
     bits: int = field(metadata={"static": True})
     size: int = field(metadata={"static": True})
 
@@ -289,8 +296,9 @@ class _AffineValues(Quantised):
 
     def read(self, dtype):
         codes = unpack(self.words, self.bits, self.size).astype(jnp.float32)
-        scale, least = (x.astype(jnp.float32) for x in (self.scale, self.least))
-        return Floats((codes * scale + least).astype(dtype))
+        groups = codes.reshape(*self.scale.shape, -1)
+        scale, least = (x[..., None].astype(jnp.float32) for x in (self.scale, self.least))
+        return Floats((groups * scale + least).astype(dtype).reshape(codes.shape))
 
 
 @Storage.register_subclass("turboquant")
@@ -358,7 +366,7 @@ class TurboQuant(Storage):
             arrays["keys"], arrays["key_norm"], self.key_bits, size, self.corrects_norm
         )
         scale = arrays["value_scale"], arrays["value_min"]
-        return keys, _AffineValues(arrays["values"], *scale, self.value_bits, size)
+        return keys, AffineValues(arrays["values"], *scale, self.value_bits, size)
 
     def decode(self, arrays):
         keys, values = (x.read(jnp.dtype("float32")) for x in self.read(arrays))

@@ -555,7 +555,7 @@ def can_compress_prefix(config: ModelConfig) -> bool:
 
 def can_share_prefix(config: ModelConfig) -> bool:
     """Returns whether visible keys depend only on positions, and the cache keeps all keys."""
-    keeps_all = all(pattern.layer_cache.keeps_all for pattern in config.patterns)
+    keeps_all = all(kind.keeps_all for kind in cache_lib.layer_caches(config))
     return config.is_position_based and keeps_all and not config.evicts
 
 

@@ -84,7 +84,7 @@ class Cache:
 
     @property
     def _num_slots(self) -> list[int]:
-        return [arrays["keys"].shape[-2] for arrays in self.separate_layers]
+        return [arrays["values"].shape[-2] for arrays in self.separate_layers]
 
 
 def create(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lcjax import cost
-from lcjax.attention import Fp8, Int8, KeepAll, KeyDiff, Landmark, Sliding, TurboQuant
+from lcjax.attention import Fp8, Int8, KeepAll, KeyDiff, Kivi, Knorm, Landmark, Sliding, TurboQuant
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.config import parse
 from lcjax.errors import InputError
@@ -73,6 +73,7 @@ def test_results_do_not_depend_on_calls_batches_or_padding(lm, storage):
     close(*read)
 
 
+@pytest.mark.slow  # a minute of compiling
 @each_storage
 def test_a_prefix_a_conversation_and_a_mesh_read_the_codes(lm, storage):
     coded = lm.with_method(cache=KeepAll(storage))
@@ -90,6 +91,26 @@ def test_a_prefix_a_conversation_and_a_mesh_read_the_codes(lm, storage):
     talk = Conversation(coded, length=128)
     talk.read(prompts[0])
     assert talk.write(SIX).ids == coded.generate(prompts[:1], SIX)[0].ids
+
+
+@pytest.mark.slow  # tests/attention/test_cache_storage.py has the quick proof of one layer
+def test_kivi_reads_a_row_as_it_is_read_alone_and_on_a_mesh(lm):
+    coded = lm.with_method(cache=KeepAll(Kivi(residual=32)))
+    prompts, rest = [text(1, 90), text(2, 53)], [[text(4, 40)]] * 2
+    together = [row[0].nll for row in coded.continuations(prompts, rest)]
+    for prompt, ids, nll in zip(prompts, rest, together):
+        close(nll, coded.continuations([prompt], [ids])[0][0].nll)
+    mesh = make_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4])
+    params = jax.tree.map(np.asarray, coded.params)
+    config = coded.config.replace(scan_layers=False)
+    sharded = LanguageModel(Decoder(config, mesh), params, coded.tokenizer)
+    for nll, other in zip(together, sharded.continuations(prompts, rest)):
+        close(other[0].nll, nll)
+    assert not coded.shares_prefixes
+    talk = Conversation(coded, length=256)
+    for turn in range(2):
+        talk.read(text(turn, 60))
+        assert len(talk.write(SIX).ids) == 6
 
 
 @pytest.mark.parametrize(
@@ -154,4 +175,7 @@ def test_a_storage_is_a_config_section():
 def test_models_without_codes_are_refused(change, message):
     with pytest.raises(InputError, match=message):
         TINY.replace(attention_soft_cap=None, qk_norm="none", cache=KeepAll(Int8()), **change)
-    assert KeepAll(Int8()) != KeepAll()
+    with pytest.raises(InputError, match="storage.type=kivi codes several tokens together"):
+        Knorm(tokens=8, storage=Kivi())
+    with pytest.raises(InputError, match="positions=consecutive turns the keys"):
+        Knorm(tokens=8, storage=Int8(), positions="consecutive")
