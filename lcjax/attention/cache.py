@@ -27,7 +27,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -254,6 +254,10 @@ class FullCache(LayerCache):
     shares_slots: ClassVar[bool] = True
 
     storage: Storage = dataclasses.field(default=Exact(), kw_only=True)
+
+    @property
+    def slot_arrays(self) -> tuple[str, ...]:
+        return self.storage.names
 
     @property
     def holds_keys_only(self) -> bool:
