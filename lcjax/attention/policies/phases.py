@@ -49,6 +49,11 @@ class Phases(CacheMethod):
                     " type=phases cuts prompts at their end; leave chunk out"
                 )
 
+        if self.prompt is not None and self.prompt.storage != self.generation.storage:
+            raise InputError(
+                f"model.cache.prompt.storage={self.prompt.storage} and generation.storage="
+                f"{self.generation.storage} are forms of the same cache; set both alike"
+            )
         if self.prompt is not None and self.prompt.positions != self.generation.positions:
             raise InputError(
                 f"model.cache.prompt.positions={self.prompt.positions} and generation.positions="
@@ -58,7 +63,8 @@ class Phases(CacheMethod):
     def layer_cache(self, pattern, soft_cap):
         needed = pattern.layer_cache
         if not needed.keeps_all:
-            return needed
+            return self.generation.storage.layer_cache(needed)
+        options = {"storage": self.generation.storage}
         if self.prompt is None:
-            return Evicting(self.generation, soft_cap, cuts_prompts=False)
-        return Evicting(self.prompt, soft_cap, later=self.generation)
+            return Evicting(self.generation, soft_cap, cuts_prompts=False, **options)
+        return Evicting(self.prompt, soft_cap, later=self.generation, **options)
