@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import json
 import os
 import sys
 import textwrap
@@ -207,6 +208,8 @@ def as_yaml(value: typing.Any) -> str:
     words = {None: "null", True: "true", False: "false"}
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(as_yaml, value))}]"
+    if isinstance(value, str) and "\n" in value:
+        return json.dumps(value)  # in double quotes, as YAML writes it, too
     return words[value] if value is None or isinstance(value, bool) else str(value) or "''"
 
 

@@ -41,6 +41,7 @@ class KVzip(CachePolicy):
     # First tokens of a text, such as those of a chat template, that are not repeated. They go
     # before all others, but for the sinks.
     prefix: NonNegativeInt = 0
+    # What the model is asked before it repeats the first part, and the later ones
     first_request: str = "\n\nRepeat the previous context exactly."
     next_request: str = "\n\nRepeat the part of the previous context exactly, starting with"
     overlap: NonNegativeInt = 8  # tokens before a part, which end the request for it
