@@ -62,6 +62,7 @@ class AttentionMetadata:
     extra_partials: Sequence[tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]] = ()
     layout: Layout | None = None  # the mesh axes over which rows, heads and length are split
     implementation: str | None = None  # of `pallas_kernels.flash`; None chooses one
+    head_gates: Float[Array, " K"] | None = None  # of a pattern with `has_head_gates`
     # For caches that score tokens by them: the output projection of the layer, and the norms of the
     # hidden states from which queries, keys and values are projected
     output_kernel: Float[Array, "N H D"] | None = None
@@ -254,6 +255,8 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     is_causal: ClassVar[bool] = True
     # Whether tokens may be evicted from a cache: every token sees all tokens before it.
     allows_eviction: ClassVar[bool] = False
+    # Whether a layer has a trained gate for each key head (`AttentionMetadata.head_gates`).
+    has_head_gates: ClassVar[bool] = False
     # Whether the model reads texts with inserted tokens (`inserted_tokens`).
     inserts_tokens: ClassVar[bool] = False
 

@@ -216,10 +216,11 @@ def read_head_table(file: str, key: str, num_layers: int) -> Float[np.ndarray, "
     path = to_path(file)
     try:
         if path.suffix == ".json":
-            table = np.array(json.loads(path.read_text()), np.float64)
+            table = json.loads(path.read_text())
+            table = np.array(table["scores"] if isinstance(table, dict) else table, np.float64)
         else:
             table = np.loadtxt(io.StringIO(path.read_text()), np.float64, ndmin=2)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"{key}={file} is no table of numbers, a line for each layer: {error}"
         ) from None

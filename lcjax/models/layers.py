@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from lcjax.attention import AttentionMetadata, Disentangled, Pattern, TransformerXL
 from lcjax.attention.cache import Arrays
+from lcjax.attention.head_gates import HEAD_GATE
 from lcjax.attention.relative import RelativeTerms
 from lcjax.models import cache as cache_lib
 from lcjax.models.experts import Kernels, Load, mixture
@@ -281,6 +282,10 @@ class Attention(Projections):
             self.position_bias = self.param("position_bias", spread, heads, dtype)
             spread = nn.initializers.normal(c.width**-0.5)
             self.position_key = self.param("position_key", spread, (c.width, *heads), dtype)
+        self.head_gate = None
+        if c.pattern.has_head_gates:
+            ones = nn.initializers.ones
+            self.head_gate = self.param(HEAD_GATE, ones, (c.num_kv_heads,), jnp.float32)
 
     def bias(self, shared: Bias | jax.Array | None) -> Bias | RelativeTerms | None:
         """Returns the bias of this layer's logits.
@@ -314,6 +319,7 @@ class Attention(Projections):
                 else:
                     layout = attention_layout(mesh, c.context_parallel, x.shape[1])
                     metadata = inputs.attention_metadata(partials, layout, c.attention_soft_cap)
+                    metadata = metadata.replace(head_gates=self.head_gate)
                     y = pattern.attend(q, k, v, metadata)
                 if isinstance(inputs.collect, CollectKeyValues):
                     output = LayerOutput(key_values=collect_key_values(k, v, inputs, pattern))

@@ -191,6 +191,8 @@ def model_of(config: TrainConfig) -> ModelConfig:
 
 
 def _with_adapters(model: ModelConfig, config: TrainConfig) -> ModelConfig:
+    gates = config.train.head_gates
+    model = model if gates is None else gates.in_model(model)
     return model.replace(lora=config.train.lora or model.lora)
 
 

@@ -47,6 +47,13 @@ CONFIG, METRICS, TOKENIZER = "config.yaml", "metrics.jsonl", "tokenizer"
 TENSORBOARD, WANDB, WANDB_RUN, PROFILE = "tensorboard", "wandb", "wandb.json", "profile"
 MODEL, ADAPTER, CURVE = "model", "adapter", "loss.png"
 LANGUAGE_MODEL, INDEX = "language_model", "index"
+HEADS = "heads.json"  # scores of key heads, in `model/`
+HEADS_FOLDER = FolderFormat(
+    name="the folder of scores of key heads",
+    files=(HEADS, CHECKSUMS),
+    config=HEADS,
+    keys=frozenset({"scores", "sinks", "recent"}),
+)
 _BAD_BATCHES = "bad_batch_*.npz"
 _FILES = (CONFIG, MODEL_CONFIG, METRICS, BASE, CURVE, WANDB_RUN, ERROR, CHECKSUMS)
 _FOLDERS = (FOLDER, TOKENIZER, MODEL, ADAPTER, LANGUAGE_MODEL, INDEX, TENSORBOARD, WANDB, PROFILE)
@@ -218,8 +225,9 @@ def _is_there(path: Path) -> bool:
 
 def _model_format(folder: Path) -> FolderFormat:
     """Returns the format of a `model/` that an earlier run wrote."""
-    if (folder / BERT_FOLDERS.config).is_file():
-        return BERT_FOLDERS
+    for kind in (BERT_FOLDERS, HEADS_FOLDER):
+        if (folder / kind.config).is_file():
+            return kind
     return BERT_FOLDER if (folder / "modules.json").is_file() else HF_FOLDER
 
 

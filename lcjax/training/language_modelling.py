@@ -1,12 +1,15 @@
 """Language modelling, the task of most trainings."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lcjax import config as config_lib
+from lcjax.attention.head_gates import HEAD_GATE, clipped
 from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.adapters import save_peft
 from lcjax.checkpoints.build import build, check_source
@@ -29,9 +32,9 @@ from lcjax.rope.positions import PlainPositions
 from lcjax.storage import to_path
 from lcjax.training import batches, estimate
 from lcjax.training import folder as folder_lib
-from lcjax.training.objective import Objective, language_model
+from lcjax.training.objective import Objective, gate_distillation, language_model
 from lcjax.training.optim import to_float32
-from lcjax.training.state import new_adapters
+from lcjax.training.state import new_adapters, new_params
 from lcjax.training.tracking import announce
 from lcjax.training.train_config import TrainConfig, trainable
 from lcjax.training.training_task import Task
@@ -42,7 +45,8 @@ def make_task(config: TrainConfig, mesh: jax.sharding.Mesh) -> Task:
     """Returns the task of a config; nothing is loaded yet."""
     if config.retriever is not None:
         return config.retriever.make_task(config, mesh)
-    return LanguageModelTask(config, mesh)
+    kind = LanguageModelTask if config.train.head_gates is None else HeadGateTask
+    return kind(config, mesh)
 
 
 class LanguageModelTask(Task):
@@ -76,7 +80,7 @@ class LanguageModelTask(Task):
         if self._has_new_tokens:
             self._check_new_tokens(frozen)
         if self.config.train.export:
-            check_exportable(self.model)
+            check_exportable(self._saved_model())
         if self._memory is None:
             self._memory = estimate.of_run(self.config, self.model, self.mesh)
         return trained, frozen
@@ -154,8 +158,11 @@ class LanguageModelTask(Task):
             encoder_layers=section.encoder_layers,
         )
 
+    def _saved_model(self) -> ModelConfig:
+        return self.model
+
     def write_config(self, folder: Path) -> None:
-        model = trained_for(self.model, self.config.data.length)
+        model = trained_for(self._saved_model(), self.config.data.length)
         config_lib.dump(model, folder / MODEL_CONFIG)
         (folder / folder_lib.TOKENIZER).mkdir(exist_ok=True)
         self.tokenizer.save(folder / folder_lib.TOKENIZER)
@@ -193,6 +200,46 @@ class LanguageModelTask(Task):
 
     def summary(self) -> list[str]:
         return self._memory or []
+
+
+class HeadGateTask(LanguageModelTask):
+    """Trains a gate for each key head; `<run>/model` has the file that `duo_attention` reads."""
+
+    export_format = folder_lib.HEADS_FOLDER
+
+    def load_model(self):
+        params, train = super().load_model(), self.config.train
+        self.model = train.head_gates.in_model(self.model)
+        init, select = Decoder(self.model).init, lambda path: path.endswith(HEAD_GATE)
+        return union(params, new_params(init, self.mesh, select, seed=train.seed))
+
+    def _saved_model(self):
+        return self.model.for_inference()
+
+    def objective(self, split):
+        """Returns the same loss for the training and the validation."""
+        train = self.config.train
+        penalty = train.head_gates.penalty
+        return gate_distillation(self.model, train.positions, penalty, mesh=self.mesh)
+
+    def export(self, folder, trained, frozen):
+        """Writes the gates, a list for each layer that has some."""
+        paths = flatten(jax.tree.map(distributed.gather, trained))
+        table = np.concatenate([np.atleast_2d(clipped(paths[path])) for path in _in_order(paths)])
+        written = folder / folder_lib.MODEL
+        if distributed.is_main_process():
+            written.mkdir(exist_ok=True)
+            gates = self.config.train.head_gates
+            scores = {"sinks": gates.sinks, "recent": gates.recent, "scores": table.tolist()}
+            (written / folder_lib.HEADS).write_text(json.dumps(scores, indent=1))
+        announce(
+            f"use it with model.cache: {{type: duo_attention, file: {written / folder_lib.HEADS}}}"
+        )
+
+
+def _in_order(paths: Iterable[str]) -> list[str]:
+    """Returns paths in the order of layers: `layers_2/...` before `layers_10/...`."""
+    return sorted(paths, key=lambda path: (len(path), path))
 
 
 def split_trained(config: TrainConfig, params: dict) -> tuple[dict, dict]:

@@ -105,6 +105,44 @@ def _balance(layers: Load | tuple[Load, ...]) -> jax.Array:
     return balance_loss(layers if is_scanned else jax.tree.map(lambda *x: jnp.stack(x), *layers))
 
 
+def gate_distillation(
+    config: ModelConfig,
+    positions: Positions,
+    penalty: float,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Objective:
+    """Returns a loss of the gates of key heads: that of DuoAttention (`HeadGates`).
+
+    It is the mean over channels of the squared difference of the hidden states to those of full
+    attention, weighted by `weights` and summed over the batch, and for each unit of weight
+    `penalty` times the mean of the gates. Its parts are `mse` and `gates`, the latter without its
+    factor.
+
+    Args:
+      config: config of the decoder with gates.
+      positions: as in `language_model`.
+      penalty: factor of the mean of the gates.
+      mesh: as in `language_model`.
+    """
+    _check_positions(config, positions)
+    gated, full = Decoder(config, mesh), Decoder(config.for_inference(), mesh)
+
+    def objective(trained, frozen, batch, key):
+        params, hidden = box_offloaded(union(trained, frozen)), []
+        for model in (full, gated):
+            states, *_ = _hidden_states(model, positions, params, batch, key, order=None)
+            hidden.append(states.astype(jnp.float32))
+        error = jnp.square(jax.lax.stop_gradient(hidden[0]) - hidden[1]).mean(-1)
+        weights = batch["weights"]
+        loss, count = (error * weights).sum(), weights.sum()
+        gates = jnp.abs(jnp.concatenate([x.ravel() for x in jax.tree.leaves(trained)])).mean()
+        parts = {"mse": loss, "gates": gates * count}
+        return loss + penalty * gates * count, count, parts
+
+    return objective
+
+
 def target_nll(
     config: ModelConfig,
     positions: Positions,

@@ -138,11 +138,29 @@ def new_adapters(init: Callable[..., dict], mesh: jax.sharding.Mesh, *, seed: in
       mesh: the devices.
       seed: of the random values.
     """
+    return new_params(init, mesh, lora_lib.is_adapter, seed=seed)
 
-    def adapters(key):
+
+def new_params(
+    init: Callable[..., dict],
+    mesh: jax.sharding.Mesh,
+    select: Callable[[str], bool],
+    *,
+    seed: int,
+) -> dict:
+    """Initialises the parameters whose paths `select` selects, in float32.
+
+    Args:
+      init: as in `new_adapters`.
+      mesh: the devices.
+      select: tests a path.
+      seed: of the random values.
+    """
+
+    def selected(key):
         params = init(key, jnp.zeros((1, 8), jnp.int32))["params"]
-        return to_float32(split(params, lora_lib.is_adapter)[0])
+        return to_float32(split(params, select)[0])
 
     key = jax.random.fold_in(jax.random.key(seed), 1)
-    shardings = param_shardings(mesh, jax.eval_shape(adapters, key))
-    return jax.jit(adapters, out_shardings=shardings)(key)
+    shardings = param_shardings(mesh, jax.eval_shape(selected, key))
+    return jax.jit(selected, out_shardings=shardings)(key)

@@ -14,6 +14,7 @@ import draccus
 import jax
 
 from lcjax.attention import Pattern
+from lcjax.attention.head_gates import HEAD_GATE, HeadGates
 from lcjax.checkpoints.build import ModelSection
 from lcjax.config import RunFolder
 from lcjax.data import DataConfig
@@ -52,11 +53,13 @@ NAMED_RULES = {
     "encoder": r"^encoder/",
     "cross_attention": r"(^|/)memory/",
     "memory": r"^encoder/|(^|/)memory/",  # all parameters that a memory adds to a decoder
+    "head_gates": rf"(^|/){HEAD_GATE}$",
     "retriever": r"^retriever/",  # an encoder that is trained beside a language model
 }
 
 _HINTS = {
     "lora": "set train.lora too",
+    "head_gates": "set train.head_gates too",
     "head": "this model's head is its embedding, for which the rule is embeddings",
 }
 
@@ -161,6 +164,8 @@ class TrainSection:
     trainable: tuple[str, ...] = ()
     lora: LoRA | None = None  # adds low-rank adapters to kernels
     distill: Distill | None = None  # distillation; needs data.sources of type teacher
+    # Trains gates of key heads, the scores of model.cache.type=duo_attention, and nothing else
+    head_gates: HeadGates | None = None
     positions: Positions = field(default_factory=PlainPositions)  # position ids of training tokens
     on_nan: Literal["stop", "skip"] = "stop"  # when a loss or gradient is not finite
     # Skips updates whose gradient norm is more than this multiple of its running average, such as
@@ -205,12 +210,21 @@ class TrainSection:
             raise InputError(
                 f"train.warmup_steps={self.warmup_steps} must lie in 0 ... train.steps={self.steps}"
             )
+        for name in ("lora", "distill", "trainable") if self.head_gates is not None else ():
+            if getattr(self, name):
+                raise InputError(
+                    f"train.head_gates trains gates alone, and train.{name} something else; leave"
+                    " one of the two out"
+                )
         for name in ("trainable", "no_decay"):
             matcher(getattr(self, name), f"train.{name}")
 
     def rules(self) -> tuple[str, ...]:
         """Returns `trainable`, or its default if it is empty."""
-        return self.trainable or (("lora",) if self.lora is not None else ("all",))
+        if self.trainable:
+            return self.trainable
+        is_set = {"lora": self.lora is not None, "head_gates": self.head_gates is not None}
+        return tuple(name for name, value in is_set.items() if value) or ("all",)
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,13 @@ class DuoAttention(CacheMethod):
             return needed
         return HeadGroups(self, Evicting(self._policy, soft_cap))
 
-    def streams(self, scores: Float[np.ndarray, "L K"]) -> Bool[np.ndarray, "L K"]:
+    def scores(self, num_layers: int) -> Float[np.ndarray, "L K"]:
+        """Returns the numbers of the file, which has a line for each of `num_layers`."""
+        return read_head_table(self.file, "model.cache.file", num_layers)
+
+    def streams(self, num_layers: int) -> Bool[np.ndarray, "L K"]:
         """Returns which key heads stream; of equal scores, those of the first layers."""
+        scores = self.scores(num_layers)
         count = round(scores.size * self.share)
         streams = np.zeros(scores.size, bool)
         streams[np.argsort(scores, axis=None, kind="stable")[:count]] = True
@@ -91,8 +96,7 @@ class HeadGroups(LayerCache):
         return self.stream.acts_on_chunk
 
     def for_layer(self, layer, num_layers):
-        scores = read_head_table(self.method.file, "model.cache.file", num_layers)
-        streams = self.method.streams(scores)[layer]
+        streams = self.method.streams(num_layers)[layer]
         heads = tuple(np.flatnonzero(streams).tolist())
         return dataclasses.replace(self, heads=heads, num_heads=len(streams))
 
