@@ -4,6 +4,7 @@ import functools
 import sys
 import types
 
+import decode_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,6 +137,25 @@ def test_a_cache_read_in_parts_gives_the_same_result_and_only_its_filled_blocks(
 
 
 @slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        decode_cases.Case(codes="int8", t=3, size=48, padding=True, offset=250, s=300),
+        pytest.param(
+            decode_cases.Case(codes="float8_e4m3fn", s=301, soft_cap=3.0, dtype="bfloat16"),
+            marks=slow,
+        ),
+    ],
+    ids=["int8", "float8"],
+)
+def test_codes_are_read_as_what_they_stand_for(case):
+    arrays, options = decode_cases.build(case)
+    options |= {"soft_cap": case.soft_cap, "implementation": "interpreted"}
+    found = jax.jit(lambda *x: decode(*x, case.mask, **options))(*arrays)
+    expected = decode_cases.expected(case, arrays, decode_cases.build(case)[1])
+    decode_cases.assert_close(found, expected, case.dtype)
+
+
 def test_cross_attention_reads_no_blocks_beyond_traced_lengths(interpreted):
     """Blocks of padding are read by no kernel: they are poisoned, forward and backward."""
     rng = np.random.default_rng(0)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import (
+    Scaled,
     causal,
     chunk_distance,
     dispatch,
@@ -105,6 +106,25 @@ def test_decoding_a_long_cache_is_one_kernel_and_reads_the_cache_as_it_lies():
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in text.splitlines() if "@__gpu$xla.gpu.triton" in line)
     assert call.count("4x8x131072x128xbf16") == 2  # swapped twice, which the compiler drops
+
+
+@pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
+def test_decoding_a_cache_of_codes_is_one_kernel_that_reads_codes(codes):
+    spec, operands = Spec(causal(), 0.1), Operands(array(4, 1, dtype="int32"))
+    cache = Scaled(array(4, 8, LONG, 128, dtype=codes), array(4, 8, LONG, 1, dtype="float32"))
+
+    def step(q, keys, values, x):
+        k, v = jax.tree.map(lambda part: part.swapaxes(1, 2), (keys, values))
+        assert _triton.unsupported(q, k, v, x, spec) is None
+        reason = _triton.unsupported(jnp.zeros((4, 40, 32, 128), q.dtype), k, v, x, spec)
+        assert "at most 64 rows share a key head" in reason
+        return _triton.forward(q, k, v, x, spec)
+
+    traced = jax.jit(step).trace(array(4, 1, 32, 128), cache, cache, operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in text.splitlines() if "@__gpu$xla.gpu.triton" in line)
+    name = {"int8": "i8", "float8_e4m3fn": "f8E4M3FN"}[codes]
+    assert call.count(f"4x8x131072x128x{name}") == 2
 
 
 def older(t, block, size, traced):

@@ -13,6 +13,7 @@ list. The outputs have the layout of the cache, too.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -38,6 +39,7 @@ from pallas_kernels.dispatch import (
     visible_blocks,
 )
 from pallas_kernels.explanations import KernelBlocks, report
+from pallas_kernels.quantised import is_quantised, unscaled
 from pallas_kernels.tables import BlockLists, BlockTable, transpose
 
 LARGEST_HEAD = 256
@@ -52,9 +54,12 @@ def forward(q, k, v, operands, spec, *, platform="cuda", interpret=False):
     """Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
     packed = _packs(q, k, operands, spec)
     kernel_spec, x = _prepare("decode" if packed else "forward", q, k, v, operands, spec, interpret)
+    heads, (k, v, *scales) = k.shape[2], unscaled(k, v)
     x |= {"q": q, "k": k, "v": v}
     if packed:
-        x |= {"q": _pack(q, k.shape[2]), "k": k.swapaxes(1, 2), "v": v.swapaxes(1, 2)}
+        x |= {"q": _pack(q, heads), "k": k.swapaxes(1, 2), "v": v.swapaxes(1, 2)}
+    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+        x[name] = None if scale is None else scale[..., 0].swapaxes(1, 2)
     # Parts are merged in float32.
     outputs = [(q.dtype if kernel_spec.parts == 1 else F32, v.shape[-1]), "vector"]
     outs, lses = by_rows(kernels.forward, kernel_spec, x, outputs)
@@ -86,13 +91,23 @@ def residuals(q, k, v, out, lse, d_out, d_lse) -> dict:
 
 def unsupported(q, k, v, operands, spec) -> str | None:
     """Returns why these kernels cannot run the inputs, or None; reads no values of arrays."""
-    if (reason := unsupported_arrays(q, k, v)) is not None:
+    if (reason := unsupported_arrays(q, *_like_arrays(q, k, v))) is not None:
         return reason
+    if is_quantised(k, v) and not _packs(q, k, operands, spec):
+        return f"codes are read where at most {PACKED} rows share a key head, without a bias"
     if (reason := unsupported_mask(spec)) is not None:
         return reason
     if operands.bias is not None and not isinstance(operands.bias, Alibi):
         return "these kernels support only linear biases (Alibi)"
     return unsupported_blocks(q, k, user_table(operands, spec), MIN_TILE)
+
+
+def _like_arrays(q, k, v) -> tuple:
+    """Returns k and v, but in place of codes of 8 bits arrays of their shape in q's dtype."""
+    if (arrays := unscaled(k, v)) is None:
+        return k, v
+    pairs = zip(arrays[:2], arrays[2:], strict=True)
+    return tuple(x if s is None else jax.ShapeDtypeStruct(x.shape, q.dtype) for x, s in pairs)
 
 
 def unsupported_arrays(q, k, v) -> str | None:

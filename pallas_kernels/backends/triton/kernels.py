@@ -137,7 +137,7 @@ def matrix(ref, start, size: int, width: int, end=None, head=None):
     mask = _inside(start, size, end, width, ref.shape[-1])
     rows = pl.ds(start, size)
     part = ref.at[rows, :] if head is None else ref.at[rows, head, :]
-    return plt.load(part, mask=mask, other=None if mask is None else 0.0)
+    return plt.load(part, mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
 
 
 def _vector(ref, start, size: int, ragged: bool, other=0, head=None):
@@ -194,6 +194,13 @@ class Block:
         spec, rows = self.spec, name in ("q", "d_out")
         axis, end = (spec.rows, spec.end_of_rows) if rows else (spec.keys, spec.end_of_keys)
         return matrix(self.x[name], start, axis.unit, spec.width(name), end, head)
+
+    def keys(self, name: str, key):
+        """Returns keys of "k" or "v" as numbers of q's dtype, and their scales or None."""
+        scale = self.x[f"{name}_scale"]
+        if scale is not None:
+            scale = _vector(scale, key, self.spec.keys.unit, self.spec.ragged_keys, 0.0)
+        return self.matrix(name, key).astype(self.x["q"].dtype), scale
 
     def row_vector(self, name: str, row, other, head=None):
         return _vector(self.x[name], row, self.spec.rows.unit, self.spec.ragged_rows, other, head)
@@ -263,14 +270,18 @@ def forward(spec: KernelSpec, x, out, lse):
 
     def step(masked: bool, key, carry):
         top, total, acc = carry
-        products = dot(spec, query, block.matrix("k", key), 1)
+        keys, scale = block.keys("k", key)
+        products = dot(spec, query, keys, 1)
+        if scale is not None:
+            products = products * scale[None]
         logits, factor, _ = block.logits(products, row, key)
         if masked:
             logits = jnp.where(block.seen(row, key), logits, -jnp.inf)
         new = jnp.maximum(top, jnp.max(logits, 1) * factor)
         p, keep = jnp.exp2(logits * factor - new[:, None]), jnp.exp2(top - new)
-        value = block.matrix("v", key)
-        acc = acc * keep[:, None] + dot(spec, p.astype(value.dtype), value, 0)
+        value, scale = block.keys("v", key)
+        weights = p if scale is None else p * scale[None]
+        acc = acc * keep[:, None] + dot(spec, weights.astype(value.dtype), value, 0)
         return new, total * keep + jnp.sum(p, 1), acc
 
     start = online.start((spec.rows.unit,), x["v"].shape[-1])
@@ -386,6 +397,8 @@ def _block_spec(name: str, value, spec: KernelSpec, heads: int):
 
     if name == "slopes":
         return pl.BlockSpec((group or 1,), lambda i, h, b: (h,))
+    if name in ("k_scale", "v_scale"):
+        return pl.BlockSpec((None, None, shape[2]), lambda i, h, b: (b, h, 0))
     if name in ("q", "k", "v") and spec.cache:
         return pl.BlockSpec((None, None, shape[2], width), lambda i, h, b: (b, h, 0, 0))
     if name in ("q", "d_out"):
