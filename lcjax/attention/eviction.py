@@ -615,14 +615,17 @@ class Evicting(FullCache):
         scores = jnp.nan_to_num(scores, nan=low, posinf=jnp.inf, neginf=low)
         return jnp.where(slots.is_token, scores, -jnp.inf)
 
-    def shared_counts(self, layers: Sequence[Arrays], prompt: Prompt) -> list[Int[Array, "B K"]]:
+    def shared_counts(
+        self, layers: Sequence[tuple[Evicting, Arrays]], prompt: Prompt
+    ) -> list[Int[Array, "B K"]]:
         """Returns how many tokens the heads of each layer keep, if all layers share what stays.
 
         Args:
-          layers: the arrays of each layer that evicts tokens.
+          layers: the cache of each layer that evicts tokens, and its arrays. Caches may differ in
+            their storage.
           prompt: what was read.
         """
-        scores = [self._scores(self._candidates(arrays, prompt)) for arrays in layers]
+        scores = [kind._scores(kind._candidates(arrays, prompt)) for kind, arrays in layers]
         heads = np.cumsum([each.shape[1] for each in scores])
         total = jnp.asarray(self.policy.kept_in_all(self.length, heads[-1]), jnp.int32)
         total = total[prompt.tokens]

@@ -472,9 +472,9 @@ def _shared_counts(cache: Cache, prompt: Prompt) -> list[Int[Array, "B K"] | Non
     if not sharing:
         return counts
     if cache.is_stacked:
-        each = [jax.tree.map(operator.itemgetter(i), cache.layers) for i in sharing]
+        each = [(kinds[i], jax.tree.map(operator.itemgetter(i), cache.layers)) for i in sharing]
         return [jnp.stack(kinds[0].shared_counts(each, prompt))]
-    each = [layers[i] for i in sharing]
+    each = [(kinds[i], layers[i]) for i in sharing]
     for i, count in zip(sharing, kinds[sharing[0]].shared_counts(each, prompt), strict=True):
         counts[i] = count
     return counts

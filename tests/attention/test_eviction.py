@@ -494,6 +494,7 @@ def test_heads_of_all_layers_share_a_budget_exactly(ratio, most):
         {"keys": None, "values": None, "order": jnp.array(order), "received": jnp.array(scores)}
         for scores in np.linspace(1, 3, 3)[:, None, None, None, None] * rng.random((3, 2, 2, 60, 1))
     ]
+    layers = [(kind, arrays) for arrays in layers]
     counts = np.stack(kind.shared_counts(layers, Prompt(jnp.array(lengths), no_rotation())))
     assert counts.sum((0, 2)).tolist() == [6 * n - int(6 * n * ratio) for n in lengths]
     assert counts.max() <= kind.num_kept and counts.min() >= 1

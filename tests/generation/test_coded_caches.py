@@ -1,11 +1,14 @@
 """Models whose caches keep codes: no result depends on how a text is read."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from lcjax import cost
 from lcjax.attention import Fp8, Int8, KeepAll, KeyDiff, Kivi, Knorm, Landmark, Sliding, TurboQuant
+from lcjax.attention.budgets import AcrossLayers
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.config import parse
 from lcjax.errors import InputError
@@ -127,6 +130,22 @@ def test_codes_move_with_the_tokens_that_a_policy_keeps(lm, policy):
         close(nll, coded.continuations([prompt], [ids])[0][0].nll)
     cache = cache_lib.create(coded.model.config, 1, 128, chunk=16)
     assert {"keys", "order"} <= set(cache.layers[0]) and cache.kinds[0].evicts
+
+
+def test_exact_layers_share_a_budget_with_layers_of_codes(lm):
+    policy = Knorm(ratio=0.5, heads=AcrossLayers(), storage=TurboQuant(exact_layers=1))
+    config = lm.config.replace(num_layers=3, scan_layers=False, cache=policy)
+    cache = cache_lib.create(config, 1, 64, chunk=64)
+    keys = np.random.default_rng(0).normal(size=(1, 2, 64, 32)).astype("f")
+    order = np.broadcast_to(np.arange(1, 65, dtype=np.int32)[:, None], (1, 2, 64, 1))
+    layers = tuple(
+        cache.kinds[kind].storage.encode(keys, keys) | {"order": order}
+        for kind in cache.kind_by_layer
+    )
+    cache = dataclasses.replace(cache, layers=layers, tokens=np.array([64], np.int32))
+    cut = cache_lib.end_prompt(cache, [config.rotation(64)] * 3, 8, 1)
+    counts = [int((layer["order"] > 0).sum()) for layer in cut.layers]
+    assert sum(counts) == 3 * 64 and max(counts) - min(counts) <= 6, counts
 
 
 def test_bytes_are_those_of_codes_and_scales(lm):
