@@ -99,6 +99,7 @@ class LayerCache(abc.ABC):
     # Whether layers share what stays at the end of a prompt (`end_prompt`)
     shares_across_layers: ClassVar[bool] = False
     differs_by_layer: ClassVar[bool] = False  # whether `for_layer` depends on the layer
+    stores_by_layer: ClassVar[bool] = False  # whether `with_storage_of` depends on the layer
     # Whether `attend` needs `metadata.output_kernel` and `input_norms`
     reads_output: ClassVar[bool] = False
 
@@ -122,6 +123,15 @@ class LayerCache(abc.ABC):
 
         Args:
           layer: its number among the layers with a cache that `differs_by_layer`.
+          num_layers: number of these layers.
+        """
+        return self
+
+    def with_storage_of(self, layer: int, num_layers: int) -> LayerCache:
+        """Returns the cache of one of the model's layers, if they differ in their storage.
+
+        Args:
+          layer: its number among the layers with a cache that `stores_by_layer`.
           num_layers: number of these layers.
         """
         return self
@@ -265,10 +275,10 @@ class FullCache(LayerCache):
         return self.storage.is_exact
 
     @property
-    def differs_by_layer(self) -> bool:
+    def stores_by_layer(self) -> bool:
         return self.storage.differs_by_layer
 
-    def for_layer(self, layer: int, num_layers: int) -> LayerCache:
+    def with_storage_of(self, layer: int, num_layers: int) -> LayerCache:
         return dataclasses.replace(self, storage=self.storage.for_layer(layer, num_layers))
 
     def fit(self, length: int, chunk: int | None) -> tuple[LayerCache, int]:

@@ -318,7 +318,7 @@ class TurboQuant(Storage):
     value_bits: Annotated[int, Range(2, 4)] = 4
     # Whether the vector of centroids is scaled to norm 1 when it is read ("nc" in vLLM)
     corrects_norm: bool = True
-    exact_layers: NonNegativeInt = 2  # first and last layers that are not quantised, of each
+    exact_layers: NonNegativeInt = 2  # first layers, and as many last ones, that stay exact
 
     @property
     def differs_by_layer(self) -> bool:

@@ -366,8 +366,7 @@ class Evicting(FullCache):
 
     def for_layer(self, layer: int, num_layers: int) -> Evicting:
         is_own = any(policy.differs_by_layer for _, policy in self._policies)
-        cache = super().for_layer(layer, num_layers)
-        return dataclasses.replace(cache, layer=(layer, num_layers)) if is_own else cache
+        return dataclasses.replace(self, layer=(layer, num_layers)) if is_own else self
 
     def fit(self, length: int, chunk: int | None) -> tuple[LayerCache, int]:
         if not self.rotated:

@@ -239,6 +239,10 @@ def layer_caches(config: "ModelConfig", rotated: bool | None = None) -> list[Lay
     """Returns the kind of cache of each layer; `rotated` is as in `create`."""
     caches = [layer_cache(config.of_kind(kind), rotated) for kind in config.kinds]
     caches = [caches[kind] for kind in config.kind_by_layer]
+    # Layers of codes, such as rings, are not all layers that share a budget.
+    coded = [number for number, cache in enumerate(caches) if cache.stores_by_layer]
+    for place, number in enumerate(coded):
+        caches[number] = caches[number].with_storage_of(place, len(coded))
     differing = [number for number, cache in enumerate(caches) if cache.differs_by_layer]
     for place, number in enumerate(differing):
         caches[number] = caches[number].for_layer(place, len(differing))

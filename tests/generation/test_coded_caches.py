@@ -8,7 +8,7 @@ import pytest
 
 from lcjax import cost
 from lcjax.attention import Fp8, Int8, KeepAll, KeyDiff, Kivi, Knorm, Landmark, Sliding, TurboQuant
-from lcjax.attention.budgets import AcrossLayers
+from lcjax.attention.budgets import AcrossLayers, LayerRatios
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.config import parse
 from lcjax.errors import InputError
@@ -175,6 +175,16 @@ def test_rings_keep_codes_too(lm):
     nll = windowed.nll(ids)
     plain = LanguageModel(Decoder(mixed.replace(cache=None)), lm.params, lm.tokenizer).nll(ids)
     assert 1e-4 < np.abs(nll - plain).max() < 0.3
+
+
+@pytest.mark.parametrize("storage", [Int8(), TurboQuant(exact_layers=1)], ids=["int8", "by_layer"])
+def test_budgets_count_the_layers_that_evict_and_codes_count_all(lm, storage):
+    layers = (LayerKind(1, Sliding(window=16)), LayerKind(1))
+    policy = Knorm(ratio=0.5, layers=LayerRatios((0.2, 0.8)), storage=storage)
+    caches = cache_lib.layer_caches(lm.config.replace(layers=layers, num_layers=4, cache=policy))
+    assert [getattr(cache, "layer", None) for cache in caches] == [None, (0, 2), None, (1, 2)]
+    is_exact = [cache.storage.is_exact for cache in caches]
+    assert is_exact == [storage != Int8(), False, False, storage != Int8()]
 
 
 def test_a_storage_is_a_config_section():
