@@ -149,6 +149,19 @@ class LayerCache(abc.ABC):
     def num_visible(self, length: int, tokens: int) -> int:
         """Returns how many of `length` keys at least one of the last `tokens` tokens sees."""
 
+    def num_multiplied(self, length: int, tokens: int) -> int:
+        """Returns a bound on the keys that each of the last `tokens` queries is multiplied by."""
+        return self.num_visible(length, tokens)
+
+    def read_arrays(
+        self, layer: LayerShape, length: int, tokens: int, devices: int = 1
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shapes and dtypes of what the last `tokens` of `length` tokens read of a row.
+
+        They are those on one of `devices` that share slots.
+        """
+        return self.arrays(layer, -(-self.num_visible(length, tokens) // devices))
+
     def after_prompt(self, length: int) -> tuple[LayerCache, int]:
         """Returns the cache at the end of a prompt of `length` tokens, and the slots that it uses.
 

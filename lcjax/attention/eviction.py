@@ -414,6 +414,8 @@ class Evicting(FullCache):
         return dataclasses.replace(self, slots=slots, longest=longest, is_prompt=False, held=held)
 
     def num_visible(self, length: int, tokens: int) -> int:
+        if self.acts_on_prompt and tokens > 1:  # a prompt, which is read before it is cut
+            return length
         kept = dataclasses.replace(self, length=length).num_kept
         between = max(tokens, self.policy.every) if self.policy.cuts_text else tokens
         return min(length, kept + between)

@@ -119,15 +119,30 @@ class PagedCache(FullCache):
                 "model.cache.type=quest bounds keys that are rotated, and exact=True rotates them"
                 " again while the text grows; leave one of the two out"
             )
-        if self.quest.num_pages >= self._num_pages(length):
-            return FullCache(), length
-        return self, length
+        return self if self._chooses(length) else FullCache(), length
+
+    def _chooses(self, length: int) -> bool:
+        """Returns whether a text of `length` tokens has more pages than a query reads."""
+        return self.quest.num_pages < self._num_pages(length)
 
     def _num_pages(self, slots: int) -> int:
         return -(-slots // self.quest.page)
 
     def num_visible(self, length, tokens):
         return min(length, self.quest.num_pages * self.quest.page) if tokens == 1 else length
+
+    def num_multiplied(self, length, tokens):
+        # Both products of a page's bound cost what a key costs, a logit and a weighted value.
+        bounds = self._num_pages(length) if tokens == 1 and self._chooses(length) else 0
+        return self.num_visible(length, tokens) + bounds
+
+    def read_arrays(self, layer, length, tokens, devices=1):
+        if tokens > 1 or not self._chooses(length):
+            return super().arrays(layer, length)
+        choices = layer.num_heads // layer.num_kv_heads if self.quest.share == "none" else 1
+        keys = min(length, choices * self.num_visible(length, tokens))
+        bounds = self.arrays(layer, length)
+        return super().arrays(layer, keys) | {name: bounds[name] for name in ("low", "high")}
 
     def after_prompt(self, length):
         return self.fit(length, None)

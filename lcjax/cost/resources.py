@@ -140,23 +140,26 @@ def read_cache_bytes(
     """Returns the bytes in the cache of one sequence that its last `tokens` tokens may need.
 
     They are those of the keys and values that at least one of these tokens sees, and of what the
-    kinds of cache hold beside them (`LayerCache.arrays`). With `sizes` of mesh axes, they are those
-    on one of the devices that share slots.
+    kinds of cache hold beside them (`LayerCache.read_arrays`). With `sizes` of mesh axes, they are
+    those on one device.
     """
     shape = cache_lib.layer_shape(config)
+    sizes = Mesh(fsdp=1).shape if sizes is None else sizes
 
     def layer(number, kind):
-        slots = kind.num_visible(length, tokens)
-        if sizes is not None:
-            slots = -(-slots // cache_lib.slot_devices(config.layer(number), kind, sizes))
-        return _row_bytes(kind.arrays(shape, slots))
+        devices = cache_lib.slot_devices(config.layer(number), kind, sizes)
+        return _row_bytes(kind.read_arrays(shape, length, tokens, devices), sizes["tensor"])
 
     return sum(map(layer, *zip(*enumerate(cache_lib.layer_caches(config)))))
 
 
-def _row_bytes(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> int:
-    """Returns the bytes of one row's arrays."""
-    return sum(array.size * array.dtype.itemsize for array in arrays.values())
+def _row_bytes(arrays: Mapping[str, jax.ShapeDtypeStruct], tensor: int = 1) -> int:
+    """Returns the bytes of one row's arrays on one of `tensor` devices that share heads."""
+
+    def nbytes(heads, *rest):
+        return divided(heads, tensor) * math.prod(rest)
+
+    return sum(nbytes(*array.shape) * array.dtype.itemsize for array in arrays.values())
 
 
 def _active(config: ModelConfig, path: str, size: int) -> int:
@@ -235,11 +238,20 @@ def visible_keys(config: ModelConfig, length: int, last: int | None = None) -> f
     """Returns the mean number of keys that a query sees in a layer.
 
     It is counted from the patterns' masks, for evenly spaced queries in the sequence or, if `last`
-    is not None, in its last `last` tokens, of which a cache policy may have evicted some.
+    is not None, in its last `last` tokens. These see at most what `model.cache` shows them
+    (`LayerCache.num_multiplied`).
     """
-    if config.layers:
-        keys = (count * visible_keys(layer, length, last) for layer, count in config.layer_counts)
-        return sum(keys) / config.num_layers
+    by_kind = [_unmasked_keys(config.of_kind(kind), length, last) for kind in config.kinds]
+    keys = [by_kind[kind] for kind in config.kind_by_layer]
+    if last is not None and config.cache is not None:
+        caches = cache_lib.layer_caches(config)
+        bounds = [kind.num_multiplied(length, last) for kind in caches]
+        keys = list(map(min, keys, bounds))
+    return sum(keys) / len(keys)
+
+
+def _unmasked_keys(config: ModelConfig, length: int, last: int | None) -> float:
+    """Returns `visible_keys` under the mask of the pattern, of which the cache holds all."""
     size = length if last is None else last
     count = min(size, _SAMPLED_QUERIES)
     # Middles of equal pieces: exact for all masks whose row sums are linear in each piece.
@@ -260,10 +272,7 @@ def visible_keys(config: ModelConfig, length: int, last: int | None = None) -> f
             for piece in np.array_split(queries, max(1, count * length // 2**22)):
                 seen = np.asarray(mask.element(piece[:, None], keys[None]))
                 total += heads * int(np.broadcast_to(seen, (len(piece), length)).sum())
-    mean = total / count / config.num_heads
-    if not config.evicts or last is None:
-        return mean
-    return min(mean, cache_lib.layer_cache(config).num_visible(length, last))
+    return total / count / config.num_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,12 +398,9 @@ def generation_memory(
     channels = max(hidden, 2 * (local.num_heads + local.num_kv_heads) * local.head_dim)
     tokens = local_rows * min(chunk, length)
     size = config.compute_dtype().itemsize
-    shape = cache_lib.layer_shape(config)._replace(
-        num_heads=divided(config.num_heads, sizes["tensor"]),
-        num_kv_heads=divided(config.num_kv_heads, sizes["tensor"]),
-    )
+    shape = cache_lib.layer_shape(config)
     cache = local_rows * sum(
-        _row_bytes(kind.arrays(shape, -(-slots // kind.parts)))
+        _row_bytes(kind.arrays(shape, -(-slots // kind.parts)), sizes["tensor"])
         for kind, slots in cache_lib.fitted_caches(config, length, chunk, mesh=mesh)
     )
     activations = size * tokens * (channels + 3 * config.width)

@@ -60,8 +60,7 @@ def inference_work(
     attention = 4 * config.num_heads * config.head_dim * pairs
     flops = rows * (tokens * (matmul + attention) + head)
     local_rows = resources.rows_of_device(rows, sizes)
-    keys = config.num_kv_heads // resources.divided(config.num_kv_heads, sizes["tensor"])
-    cache = resources.read_cache_bytes(config, length, tokens, sizes) / keys
+    cache = resources.read_cache_bytes(config, length, tokens, sizes)
     logits = 4 * resources.divided(config.vocab_size, sizes["tensor"])
     weights = _read_weights(config, sizes, local_rows * tokens)
     return Work(flops / math.prod(sizes.values()), weights + local_rows * (cache + logits))

@@ -181,10 +181,13 @@ def fitted_caches(
     fitted = [cache.fit(length, chunk) for cache in layer_caches(config, rotated)]
     if mesh is None:
         return fitted
-    return [
+    fitted = [
         kind.share_slots(slots, slot_devices(config.layer(number), kind, mesh.shape))
         for number, (kind, slots) in enumerate(fitted)
     ]
+    # Layers that keep all tokens branch and are cut together, so they have equally many slots.
+    most = max((slots for kind, slots in fitted if kind.keeps_all), default=0)
+    return [(kind, most if kind.keeps_all else slots) for kind, slots in fitted]
 
 
 def slot_devices(config: "ModelConfig", kind: LayerCache, sizes: Mapping[str, int]) -> int:

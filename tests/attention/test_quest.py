@@ -206,3 +206,12 @@ def test_a_mesh_gives_the_numbers_of_one_device(lm):
     prompts, rest = [ids(1, 70), ids(2, 33), ids(3, 50)], [[ids(4, 5)]] * 3
     for one, other in zip(lm.continuations(prompts, rest), sharded.continuations(prompts, rest)):
         np.testing.assert_allclose(other[0].nll, one[0].nll, atol=1e-4)
+
+
+def test_all_layers_have_the_slots_of_those_that_devices_share():
+    """Five blocks of 1,024 slots are eight on four devices."""
+    mesh = make_mesh(Mesh(context=4), jax.devices()[:4])
+    config = preset("tiny").replace(cache=Quest(tokens=64, exact_layers=1))
+    cache = cache_lib.abstract_cache(config, 1, 5120, mesh=mesh)
+    assert [kind.parts for kind in cache.kinds] == [4, 1]
+    assert [layer["keys"].shape[2] for layer in cache.layers] == [8192] * 2

@@ -358,6 +358,18 @@ def test_the_cache_at_the_end_of_a_prompt_has_what_stays():
     assert cost.cache_bytes(sliding, 512) == full * 32 / 512  # the window's cache is left alone
 
 
+@pytest.mark.parametrize(("share", "read"), [("max", 64), ("none", 128)])
+def test_a_step_of_quest_reads_the_bounds_of_all_pages(share, read):
+    plain = preset("tiny").replace(num_layers=3)  # two query heads for each key head
+    quest = plain.replace(cache=Quest(tokens=64, page=16, exact_layers=1, share=share))
+    slots = 512 + 2 * (read + 512 / 16)  # a page has as many bounds as one token has numbers
+    full = cost.resources.read_cache_bytes(plain, 512)
+    assert cost.resources.read_cache_bytes(quest, 512) == full * slots / (3 * 512)
+    assert cost.visible_keys(quest, 512, 1) == (512 + 2 * (64 + 512 / 16)) / 3
+    assert cost.visible_keys(quest, 512, 16) == cost.visible_keys(plain, 512, 16)
+    assert cost.resources.read_cache_bytes(quest, 512, 16) == full
+
+
 def test_the_cache_of_layers_that_differ_is_the_one_that_is_created():
     cache = cache_lib.create(MIXED, 2, 4096, chunk=16)
     found = cost.generation_memory(MIXED, 4096, 2, Mesh(fsdp=1), chunk=16)

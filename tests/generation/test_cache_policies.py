@@ -351,6 +351,11 @@ def test_memory_after_a_prompt_is_that_of_the_tokens_kept(lm):
     assert small.cache < full * (192 / 4096) * 1.1
     assert cost.visible_keys(config, 4096, 1) == 4096
     assert cost.visible_keys(config.replace(cache=by_chunk), 4096, 1) == 192
+    # A prompt that is cut at its end is read in full.
+    at_end = config.replace(cache=SmallNorm(tokens=128, every=64))
+    assert cost.visible_keys(at_end, 4096, 1) == 192
+    for count in (cost.visible_keys, cost.resources.read_cache_bytes):
+        assert count(at_end, 4096, 4096) >= count(config, 4096, 4096)
     # A layer counts the keys that a new token may see: those kept, and those since the last cut.
     one, other = (cost.estimate(c, 4096) for c in (config, config.replace(cache=by_chunk)))
     assert other.kv_cache_bytes < one.kv_cache_bytes * (192 / 4096) * 1.1
@@ -368,6 +373,19 @@ def test_streaming_heads_have_slots_for_the_tokens_that_they_keep(lm):
     assert full / 2 < held < full * (0.5 + 0.02)
     after = lm.with_method(cache=DUO).cache_bytes(1024)
     assert after == lm.cache_bytes(1024) * (1024 + 20) / 2048 + 2 * 20 * 4  # and order indices
+    read = cost.resources.read_cache_bytes(lm.config.replace(cache=DUO), 1024)
+    pair, heads = 2 * 16 * 4, 2  # a key and its value; heads of all layers that keep all, or stream
+    assert read == heads * (1024 * pair + (20 + 4) * (pair + 4))
+    assert cost.visible_keys(lm.config.replace(cache=DUO), 1024, 1) == (1024 + 24) / 2
+    for table, kv_heads in (([[0.9, 0.1], [0.2, 0.8]], 2), ([[0.9, 0.1, 0.9, 0.1]] * 2, 4)):
+        tables, mesh = dataclasses.replace(DUO, file=head_file(table)), Mesh(fsdp=1, tensor=2)
+        split = config.replace(cache=tables, num_heads=4, num_kv_heads=kv_heads)
+        arrays = cache_lib.abstract_cache(split, 1, 4096, mesh=make_mesh(mesh, jax.devices()[:2]))
+        expected = sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(arrays.layers)
+        )
+        assert cost.generation_memory(split, 4096, 1, mesh, chunk=4096).cache == expected
     none = dataclasses.replace(method, share=0.0)
     assert cache_lib.create(config.replace(cache=none), 1, 4096).kinds == (FullCache(),)
     for table, words in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -12,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from lcjax.attention.budgets import read_head_table
-from lcjax.attention.cache import Arrays, FullCache, LayerCache, View
+from lcjax.attention.cache import Arrays, FullCache, LayerCache, LayerShape, View
 from lcjax.attention.cache_method import CacheMethod
 from lcjax.attention.eviction import CachePolicy, Evicting
 from lcjax.attention.policies.key_geometry import StreamingCache
@@ -110,7 +111,7 @@ class HeadGroups(LayerCache):
         return dataclasses.replace(self, stream=stream, full=full), length
 
     def num_visible(self, length, tokens):
-        share = self.method.share
+        share = len(self.heads) / self.num_heads
         return round((1 - share) * length + share * self.stream.num_visible(length, tokens))
 
     def after_prompt(self, length):
@@ -136,10 +137,21 @@ class HeadGroups(LayerCache):
                 f"model.cache.file={self.method.file} has scores of {self.num_heads} key heads, and"
                 f" the model has {layer.num_kv_heads} in a layer; give the file of this model"
             )
+
+        def of_group(kind, shape):
+            return kind.arrays(shape, self.stream.slots if kind.evicts else slots)
+
+        return self._of_groups(layer, of_group)
+
+    def read_arrays(self, layer, length, tokens, devices=1):
+        return self._of_groups(layer, lambda kind, shape: kind.read_arrays(shape, length, tokens))
+
+    def _of_groups(self, layer: LayerShape, of_group: Callable) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the arrays that `of_group` returns for cache and sizes of each group."""
         arrays, group = {}, layer.num_heads // layer.num_kv_heads
         for prefix, kind, heads in self._groups:
             shape = layer._replace(num_heads=len(heads) * group, num_kv_heads=len(heads))
-            own = kind.arrays(shape, self.stream.slots if prefix else slots)
+            own = of_group(kind, shape)
             arrays |= {prefix + name: array for name, array in own.items()}
         return arrays
 
