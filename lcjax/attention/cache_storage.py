@@ -3,8 +3,10 @@
 A `Storage` turns the keys and values of new tokens into arrays, and arrays of slots into what
 attention reads. Codes of one token need no other token, so they are made when a token is written,
 and every query reads them, also one of the same call: results do not depend on how a text is
-divided into calls. `pallas_kernels` turns codes into floats one block of slots at a time; the
-dequantised cache never exists. `lcjax.attention.kivi` has a storage whose codes need other tokens.
+divided into calls. For attention, `pallas_kernels` turns codes into floats one block of slots at a
+time, so there is no dequantised cache. Policies that score keys decode all slots of a layer at a
+cut, and those that add up attention at every step. `lcjax.attention.kivi` has a storage whose codes
+need other tokens.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Candidates(NamedTuple):
     Slots that hold tokens are in text order. Between them may be empty ones, those of padding.
     """
 
-    keys: Float[Array, "B K S H"]  # rotated to their positions, in the dtype of the cache
+    keys: Float[Array, "B K S H"]  # rotated to their positions; float32 if they are codes
     values: Float[Array, "B K S H"]
     index: Int[Array, "B K S"]  # order indices of the tokens; -1: an empty slot
     tokens: Int[Array, " B"]  # tokens of each row that were read, also those that were evicted
