@@ -35,6 +35,7 @@ class LayerBudget(draccus.ChoiceRegistry, abc.ABC):
     """How layers share what stays: the section `model.cache.layers`."""
 
     examples: ClassVar[tuple[dict, ...]] = ({},)
+    replaces_ratio: ClassVar[bool] = False  # whether it has shares of its own
 
     def __post_init__(self):
         check_fields("model.cache.layers", self)
@@ -113,6 +114,7 @@ class LayerRatios(LayerBudget):
     """A share that is evicted for each layer, in place of `model.cache.ratio`."""
 
     examples: ClassVar[tuple[dict, ...]] = ({"ratios": (0.25, 0.75)},)
+    replaces_ratio: ClassVar[bool] = True
 
     ratios: tuple[Annotated[float, Interval(least=0, below=1)], ...] = ()
 
@@ -259,6 +261,11 @@ class HeadRates(HeadBudget):
 
     def counts(self, scores, counts, most, slots, layer):
         table = read_head_table(self.file, "model.cache.heads.file", layer[1])[layer[0]]
+        if len(table) != scores.shape[1]:
+            raise InputError(
+                f"model.cache.heads.file={self.file} has {len(table)} numbers in a line, and the"
+                f" model has {scores.shape[1]} key heads; give the file of this model"
+            )
         shares = jnp.asarray(table, jnp.float32)[None] * slots.tokens[:, None]
         least = jnp.floor(shares)
         missing = jnp.round(shares.sum(-1)) - least.sum(-1)
@@ -348,11 +355,13 @@ def in_spans(
     size: int,
     tokens: int | None,
     ratio: float | None,
+    length: int,
 ) -> tuple[Float[Array, "B K S"], Int[Array, "B K"]]:
     """Scores spans of `size` tokens in place of tokens: ChunkKV (arXiv 2502.00299).
 
     The score of a span is the mean over its tokens of the sum over heads. Of C spans, the last one
-    maybe shorter, max(1, int(C (1 - ratio))) stay, or `tokens` // `size`, as in kvpress.
+    maybe shorter, max(1, int(C (1 - ratio))) stay, or `tokens` // `size`, as in kvpress. C counts
+    all tokens read, of which there are at most `length`.
 
     Returns:
       The scores, and how many tokens each head keeps, which is inexact by a span.
@@ -370,7 +379,10 @@ def in_spans(
     means = jnp.where(is_token, first, 0).sum(-1) / jnp.maximum(lengths, 1)
     means = jnp.where(lengths > 0, means, -jnp.inf)
     number = -(-slots.tokens // size)
-    kept = max(tokens // size, 1) if ratio is None else _share(1 - ratio, means.shape[-1])[number]
+    if ratio is None:
+        kept = max(tokens // size, 1)
+    else:
+        kept = _share(1 - ratio, -(-length // size))[number]
     stays = _greatest(means, jnp.minimum(kept, number)[:, None])
     counts = (lengths * stays).sum(-1)
     each = jnp.repeat(jnp.where(stays, 0.0, -jnp.inf), size, axis=-1)

@@ -114,6 +114,8 @@ class CachePolicy(CacheMethod):
                 f"model.cache keeps the last {self.protected} tokens in any case, more than tokens="
                 f"{self.tokens}; give more tokens, or a smaller window (window, recent)"
             )
+        if self.layers is not None:
+            self._check_layers()
         if self.span is not None and (self.heads or self.critical):
             other = "heads" if self.heads else "critical"
             raise InputError(
@@ -140,6 +142,19 @@ class CachePolicy(CacheMethod):
             )
 
         self._check_storage()
+
+    def _check_layers(self) -> None:
+        """Raises an InputError if fields beside `layers` would have no effect."""
+        if self.span is not None:
+            raise InputError(
+                f"model.cache.span={self.span} keeps equally many spans in all layers; leave one of"
+                " span and model.cache.layers out"
+            )
+        if self.tokens is not None and self.layers.replaces_ratio:
+            raise InputError(
+                f"model.cache.tokens={self.tokens} has no effect beside model.cache.layers.ratios,"
+                " which are shares; set model.cache.ratio in place of tokens"
+            )
 
     def _check_storage(self) -> None:
         """Raises an InputError if the policy cannot move what is stored."""
@@ -521,11 +536,6 @@ class Evicting(FullCache):
         return {}  # the tokens of a slot differ between layers and heads
 
     def _candidates(self, arrays: Arrays, prompt: Prompt, prefix: str = "") -> Candidates:
-        state = {
-            name.removeprefix(prefix): array
-            for name, array in arrays.items()
-            if name.startswith(prefix)
-        }
         index = arrays["order"][..., 0] - 1
         keys, values = self.storage.decode(arrays)
         layer, _ = self.layer or (0, 1)
@@ -535,7 +545,7 @@ class Evicting(FullCache):
             index=index,
             tokens=prompt.tokens,
             next_position=self._next_position(arrays["order"], prompt.tokens),
-            state=state,
+            state=_of_prefix(arrays, prefix),
             soft_cap=self.soft_cap,
             question=prompt.question,
             layer=layer,
@@ -584,7 +594,8 @@ class Evicting(FullCache):
                 norms = arrays["value_norms"][..., 0]
                 scores = policy.critical.rescore(scores, norms, counts)
             if policy.span is not None:
-                scores, counts = in_spans(slots, scores, policy.span, policy.tokens, policy.ratio)
+                budget = policy.span, policy.tokens, policy.ratio, self.length
+                scores, counts = in_spans(slots, scores, *budget)
             choose = functools.partial(_best_places, most=self.num_kept)
             places = on_each_device(choose, prompt.layout, scores, counts[..., None])[..., None]
 
@@ -598,7 +609,10 @@ class Evicting(FullCache):
                 by = ranks - gather(slots.ranks[..., None])[..., 0]
                 kept["keys"] = _turn_by_head(kept["keys"], by, prompt.rotation)
                 evicted = slots.counts[:, 0, 0] - (places >= 0).sum((2, 3))[:, 0]
-                arrays = arrays | policy.move(arrays, -evicted, prompt.rotation)
+                for prefix, observer in self._policies:
+                    state = _of_prefix(arrays, prefix)
+                    moved = observer.move(state, -evicted, prompt.rotation)
+                    arrays = arrays | {prefix + name: array for name, array in moved.items()}
             return arrays | _resize(kept, arrays["order"].shape[2])
 
     def _counts(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
@@ -658,7 +672,7 @@ class Evicting(FullCache):
             longest, held = min(chunk, new), self.slots
             after = dataclasses.replace(after, longest=longest, held=held, is_prompt=False)
             return after, arrays, slots
-        return after.make_room(arrays, slots, new, chunk)
+        return after._with_room(arrays, slots, new, chunk)
 
     def with_space(self, arrays, slots, tokens):
         size = whole_blocks(arrays["order"].shape[2] + tokens)
@@ -666,6 +680,12 @@ class Evicting(FullCache):
         return dataclasses.replace(self, slots=size, longest=tokens), arrays | resized, slots
 
     def make_room(self, arrays, slots, new, chunk):
+        # Later cuts count the tokens that follow, too.
+        after = dataclasses.replace(self, length=self.length + new)
+        return after._with_room(arrays, slots, new, chunk)
+
+    def _with_room(self, arrays, slots, new, chunk):
+        """Returns what `make_room` does for tokens that `length` contains already."""
         after = self._between_cuts(new, min(chunk, new))
         resized = _resize({name: arrays[name] for name in self._moved}, after.slots)
         return after, arrays | resized, slots
@@ -675,12 +695,17 @@ class Evicting(FullCache):
         if self.later is None:
             return self, arrays
         after = dataclasses.replace(self, policy=self.later, later=None)
-        own = {
-            name.removeprefix(_LATER): array
-            for name, array in arrays.items()
-            if name.startswith(_LATER)
-        }
+        own = _of_prefix(arrays, _LATER)
         return after, {name: arrays[name] for name in after._moved if name not in own} | own
+
+
+def _of_prefix(arrays: Arrays, prefix: str) -> Arrays:
+    """Returns the arrays whose names begin with `prefix`, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): array
+        for name, array in arrays.items()
+        if name.startswith(prefix)
+    }
 
 
 def _best_places(

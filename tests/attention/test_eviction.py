@@ -435,6 +435,43 @@ def test_padding_and_other_rows_change_nothing(policy):
         assert kept_lists(batch)[0] == kept_lists(alone)[0]
 
 
+def test_two_phases_of_one_policy_are_the_policy():
+    """Also the queries of the second one move with the tokens that stay."""
+    policy = SnapKV(tokens=24, every=4, window=6, positions="consecutive")
+    layers = [random_layer(method, 1, 58, 50) for method in (policy, Phases(policy, policy))]
+    for layer in layers:
+        layer(*random_qkv(50))
+        layer.end_prompt()
+    for name, array in layers[0].arrays.items():
+        np.testing.assert_allclose(layers[1].arrays[name], array, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        KeyDiff(ratio=0.5, every=4),
+        LagKVOriginal(ratio=0.5, sinks=2, lag=8),
+        Knorm(ratio=0.5, every=4, span=5),
+    ],
+    ids=str,
+)
+def test_what_follows_a_cut_prefix_gets_its_share(policy):
+    """A ratio counts all tokens read, not those of the prefix alone."""
+    length, new = 48, 80
+    qkv = random_qkv(length + new)
+    layer = random_layer(policy, 1, length, length)
+    layer(*(x[:, :, :length] for x in qkv))
+    layer.end_prompt(0)
+    settings = layer.kind, layer.arrays, layer.slots, new, 1
+    layer.kind, layer.arrays, layer.slots = type(layer.kind).make_room(*settings)
+    for step in range(length, length + new):
+        layer(*(x[:, :, step : step + 1] for x in qkv))
+    expected = policy.kept(length + new)[-1]
+    span = policy.span or 0
+    for head in kept_lists(layer)[0]:
+        assert expected - span <= len(head) <= expected + span + policy.every
+
+
 def check_budget(policy, lengths, total):
     """As many tokens stay as the budget says; `lengths` are those of the heads of a row."""
     if isinstance(policy, DuoAttention):
@@ -508,6 +545,12 @@ def test_a_ratio_keeps_what_float64_says():
         assert Knorm(ratio=ratio).kept(length)[-1] == kept
 
 
+def rates_of(heads, columns):
+    """The counts of a layer with another number of key heads than its file."""
+    rates = HeadRates(file=head_file([[0.5] * columns]))
+    return rates.counts(jnp.zeros((1, heads, 8)), None, 8, None, (0, 1))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -529,6 +572,15 @@ def test_a_ratio_keeps_what_float64_says():
             "positions=consecutive .* leave model.cache.heads out",
         ),
         (lambda: Knorm(ratio=0.5, layers=LayerRatios((0.5,))).kept(9, (0, 2)), "the 2 layers"),
+        (lambda: Knorm(tokens=4, layers=LayerRatios((0.5,))), "tokens=4 has no effect .*ratio in"),
+        (lambda: Knorm(ratio=0.5, span=10, layers=Pyramid()), "span=10 .* one of span and"),
+        (lambda: Finch(ratio=0.5, part=20, chunk=8), "chunk=8 .* one of chunk and part"),
+        (lambda: rates_of(2, 1), "1 numbers in a line, and the model has 2 key heads"),
+        (lambda: StreamingCache(tokens=3), "tokens=3 has no room for sinks=4"),
+        (
+            lambda: Phases(LagKVOriginal(ratio=0.5), Knorm(tokens=4)),
+            "generation of type lagkv_original .* leave prompt out",
+        ),
     ],
 )
 def test_bad_settings_say_what_to_write(make, words):

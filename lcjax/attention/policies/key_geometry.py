@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lcjax.attention.eviction import CachePolicy
-from lcjax.errors import NonNegativeInt
+from lcjax.errors import InputError, NonNegativeInt
 
 
 @CachePolicy.register_subclass("random")
@@ -71,6 +71,14 @@ class StreamingCache(CachePolicy):
     """
 
     sinks: NonNegativeInt = 4
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.tokens is not None and self.tokens < self.sinks:
+            raise InputError(
+                f"model.cache.tokens={self.tokens} has no room for sinks={self.sinks} first tokens;"
+                " give more tokens, or fewer sinks"
+            )
 
     def score(self, slots):
         # After a cut by another policy, these are the first tokens that are left.

@@ -177,6 +177,11 @@ class Finch(Window):
                 f"model.cache.part={self.part} gives each part of a text its share of ratio; set"
                 " ratio in place of tokens, layers and heads, or leave part out"
             )
+        if self.part is not None and self.chunk is not None:
+            raise InputError(
+                f"model.cache.chunk={self.chunk} cuts a text before its parts of part={self.part}"
+                " tokens are known; leave one of chunk and part out"
+            )
 
     def kept(self, length, layer=None):
         if self.part is None:

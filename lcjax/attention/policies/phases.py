@@ -8,6 +8,7 @@ from typing import ClassVar
 from lcjax.attention.cache_method import CacheMethod
 from lcjax.attention.eviction import CachePolicy, Evicting
 from lcjax.attention.policies.key_geometry import Knorm
+from lcjax.attention.policies.lagkv import LagKVOriginal
 from lcjax.errors import InputError
 
 
@@ -49,6 +50,12 @@ class Phases(CacheMethod):
                     " type=phases cuts prompts at their end; leave chunk out"
                 )
 
+        if self.prompt is not None and isinstance(self.generation, LagKVOriginal):
+            raise InputError(
+                "model.cache.generation of type lagkv_original counts the parts that it has cut,"
+                " and model.cache.prompt would cut others; use generation type lagkv, or leave"
+                " prompt out"
+            )
         if self.prompt is not None and self.prompt.storage != self.generation.storage:
             raise InputError(
                 f"model.cache.prompt.storage={self.prompt.storage} and generation.storage="
