@@ -275,7 +275,9 @@ class Conversation:
         self._num_read += len(ids)
         if len(ids) > 1:  # else a generated token
             texts = [self._ids[self._num_cut : self._num_read]] * self._num_rows
-            settings = self.length, self._chunk, texts, self.lm.tokenizer
+            # At most as many tokens follow as the cache has slots: how many is not known yet.
+            slots = cache_lib.whole_blocks(self.length)
+            settings = slots, self._chunk, texts, self.lm.tokenizer
             self._session.end_prompt(*settings, start=self._num_cut)
             self._num_cut = self._num_read
         return logits

@@ -596,6 +596,21 @@ def test_a_conversation_goes_on_after_its_prompts_are_cut(lm, method):
 
 
 @pytest.mark.parametrize(
+    "prompt",
+    [None, pytest.param(Knorm(threshold=Threshold(-1e9)), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_a_conversation_keeps_a_prompt_that_loses_nothing(lm, prompt):
+    """Also if its length is no whole number of blocks of slots."""
+    method = Phases(Knorm(tokens=24, every=4), prompt)
+    talk = Conversation(lm.with_method(cache=method), length=200, prefill_chunk=32)
+    talk.read(text(1, 150))
+    talk.write(Sampling(max_new_tokens=1))
+    for head in kept(talk._session.cache):
+        assert head == list(range(150))
+
+
+@pytest.mark.parametrize(
     "policy",
     [
         SnapKV(tokens=40, window=8, every=4),
