@@ -49,6 +49,14 @@ class CacheMethod(draccus.ChoiceRegistry, abc.ABC):
         """Tokens of a text that are read at once where they are scored; None: any number."""
         return self.chunk
 
+    def check_question(self, tokens: int) -> None:
+        """Raises an InputError if a question of `tokens` tokens cannot choose what stays."""
+        kind = self.get_choice_name(type(self))
+        raise InputError(
+            f"question: model.cache.type={kind} does not choose by the last tokens of a prompt;"
+            " leave question out, or use type finch or snapkv"
+        )
+
     @abc.abstractmethod
     def layer_cache(self, pattern: Pattern, soft_cap: float | None) -> LayerCache:
         """Returns the cache of a layer under `pattern`, whose logits are capped at `soft_cap`."""

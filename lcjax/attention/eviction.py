@@ -267,14 +267,6 @@ class CachePolicy(CacheMethod):
             return np.minimum(heads * self.tokens, read)
         return read - (read * self.ratio).astype(np.int64)
 
-    def check_question(self, tokens: int) -> None:
-        """Raises an InputError if a question of `tokens` tokens cannot choose what stays."""
-        kind = self.get_choice_name(type(self))
-        raise InputError(
-            f"question: model.cache.type={kind} does not choose by the last tokens of a prompt;"
-            " leave question out, or use type finch or snapkv"
-        )
-
     def readings(
         self, text: Sequence[int], start: int, encode: Callable[[str], Sequence[int]]
     ) -> list[Reading]:

@@ -53,6 +53,9 @@ class Conversation:
     encoded again. For prefix memories (Activation Beacon, AutoCompressor), the text is read again
     after a context that has grown, and BOS precedes the context.
 
+    A turn has no padding, so the end of its text is read in smaller chunks, and a cache policy with
+    `chunk` cuts after these, too.
+
     A pattern whose last queries choose the keys (vertical_slash) chooses again in every turn, for
     the new text of the turn; each number of new tokens compiles a program.
 

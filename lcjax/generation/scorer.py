@@ -44,6 +44,7 @@ class Scorer(abc.ABC):
         Earlier tokens are read as context and cannot be scored.
       depends_on_length: whether the rotation of a text depends on its length.
       shares_prefixes: whether `with_shared_prefixes` returns a model that reads a prefix once.
+      needs_documents: whether it must be told where the documents of a prompt end (`with_movable`).
       saved_tokens: number of prompt tokens that were not read so far because they belong to a
         shared prefix.
     """
@@ -55,6 +56,7 @@ class Scorer(abc.ABC):
     depends_on_length: bool = False
     shares_prefixes: bool = False
     saved_tokens: int = 0
+    needs_documents: bool = False
 
     @abc.abstractmethod
     def nll(

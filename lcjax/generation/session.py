@@ -180,15 +180,21 @@ def padded_chunks(length: int, chunk: int) -> list[int]:
 
 
 def unpadded_chunks(length: int, chunk: int) -> list[int]:
-    """Splits `length` into whole chunks and at most three of each power of four."""
+    """Splits `length` into whole chunks, at most three of each power of four, and one of 2 to 5.
+
+    A chunk has a single token only if `length` or `chunk` is as small, since caches may read it as
+    a generated token (`lcjax.attention.quest`).
+    """
     sizes, size = [chunk] * (length // chunk), 1
     rest = length % chunk
     while 4 * size <= rest:
         size *= 4
-    while rest:
+    while size > 1:
         sizes += [size] * (rest // size)
         rest, size = rest % size, size // 4
-    return sizes
+    if rest == 1 and sizes and chunk >= 5:
+        return [*unpadded_chunks(length - 5, chunk), 5]
+    return sizes + [rest] * bool(rest)
 
 
 # Reading

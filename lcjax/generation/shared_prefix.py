@@ -127,8 +127,11 @@ class UnseenQuestions(WrappedScorer):
 
     A prompt is read to the end of its documents (`with_movable`), and cut there. The rest of it
     continues what the policy kept. Prompts one after another that begin with the same documents
-    read them once. A policy that keeps the documents whole reads prompts in one piece.
+    read them once. A policy that keeps the documents whole reads prompts in one piece. A prompt
+    without documents raises an InputError.
     """
+
+    needs_documents = True
 
     def __init__(self, lm: InferenceModel):
         if not can_compress_prefix(lm.config):
@@ -178,6 +181,11 @@ class UnseenQuestions(WrappedScorer):
     def _ends_of(self, prompts: Sequence[Ids]) -> Sequence[int]:
         """Returns where the documents of prompts end (`with_movable`), once."""
         ends, self._ends = self._ends or [0] * len(prompts), None
+        if not all(ends):
+            raise InputError(
+                "question: a prompt has no documents that could be cut before its question; leave"
+                " question out for this task"
+            )
         return ends
 
     def _by_documents(
@@ -207,8 +215,12 @@ class AskedQuestions(UnseenQuestions):
     def _by_documents(self, prompts):
         for ids, end in zip(prompts, self._ends_of(prompts), strict=True):
             question = len(ids) - 1 - end
-            prefix = read_prefix(self.lm, ids[:-1], question) if question > 0 and end else None
-            yield [ids], prefix
+            if question < 1:
+                raise InputError(
+                    "question=window: a prompt has no question after its documents; leave question"
+                    " out for this task"
+                )
+            yield [ids], read_prefix(self.lm, ids[:-1], question)
 
 
 class PrefixReader(WrappedScorer):

@@ -657,8 +657,14 @@ def test_the_question_of_a_prompt_is_the_window_that_chooses(lm):
     np.testing.assert_allclose(score.nll, expected.nll, atol=1e-5)
     with pytest.raises(InputError, match="question has 25 tokens, and model.cache.window=24"):
         read_prefix(lm, prompt, question=25)
-    with pytest.raises(InputError, match="type=keydiff does not choose by the last tokens"):
-        read_prefix(lm.with_method(cache=KeyDiff(ratio=0.5)), prompt, question=5)
+    for method, kind in (
+        (KeyDiff(ratio=0.5), "keydiff"),
+        (Phases(Knorm(tokens=24)), "phases"),
+        (Phases(SnapKV(tokens=24, window=8), KeyDiff(ratio=0.5)), "keydiff"),
+        (DUO, "duo_attention"),
+    ):
+        with pytest.raises(InputError, match=f"type={kind} does not choose by the last tokens"):
+            read_prefix(lm.with_method(cache=method), prompt, question=5)
 
 
 def test_a_prefix_that_stays_whole_is_read_with_its_prompts(lm):
@@ -706,6 +712,13 @@ def test_calls_that_a_policy_does_not_define_say_what_to_do(lm):
     cut = lm.with_method(cache=SmallNorm(tokens=8))
     with pytest.raises(InputError, match=r"question=unseen or window needs a cache policy"):
         UnseenQuestions(lm)
+    for reader, stop, message in (
+        (UnseenQuestions, 0, "a prompt has no documents that could be cut before"),
+        (AskedQuestions, 19, "a prompt has no question after its documents"),
+    ):
+        asked = reader(lm.with_method(cache=SnapKV(tokens=8, window=4)))
+        with pytest.raises(InputError, match=message):
+            asked.with_movable([[(0, stop)]]).generate([text(1, 20)], SIX)
     with pytest.raises(InputError, match=r"base sets question=unseen, and replug"):
         Method("base", question="unseen", replug=ReplugSplit())
     with pytest.raises(InputError, match=r"chunk=None evicts tokens at the end of a prompt"):

@@ -67,6 +67,11 @@ class Phases(CacheMethod):
                 f"{self.generation.positions} place the same tokens differently; set both alike"
             )
 
+    def check_question(self, tokens):
+        if self.prompt is None:
+            super().check_question(tokens)
+        self.prompt.check_question(tokens)
+
     def layer_cache(self, pattern, soft_cap):
         needed = pattern.layer_cache
         if not needed.keeps_all:

@@ -199,6 +199,11 @@ def render_chat(
 
 def check(model, requests: Sequence[Request]) -> None:
     """Raises InputError if `model` cannot answer one of `requests`."""
+    if model.needs_documents:
+        raise InputError(
+            "question: tasks of lm-evaluation-harness do not say where documents end and the"
+            " question begins; leave question out of methods for them"
+        )
     texts = [request for request in requests if isinstance(request, LoglikelihoodRolling)]
     if texts and model.decoder_tokens is not None:
         raise InputError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 from evaluation_support import ByteTokenizer
@@ -12,6 +13,7 @@ from lcjax.evaluation.lm_eval.requests import (
     GenerateUntil,
     Loglikelihood,
     LoglikelihoodRolling,
+    check,
     render_chat,
     sampling_of,
 )
@@ -110,3 +112,8 @@ def test_an_open_conversation_ends_with_its_last_message():
     assert render_chat(ByteTokenizer(), turns, False) == (
         "<s>[user]Hi[end][assistant]The answer is"
     )
+
+
+def test_models_that_must_know_the_documents_of_a_prompt_are_refused():
+    with pytest.raises(InputError, match="question: tasks of lm-evaluation-harness do not say"):
+        check(SimpleNamespace(needs_documents=True), [])
