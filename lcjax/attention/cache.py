@@ -219,10 +219,23 @@ class LayerCache(abc.ABC):
         return self, arrays, slots
 
     def make_room(
-        self, arrays: Arrays, slots: Any, new: int, chunk: int
+        self, arrays: Arrays, slots: Any, read: int, new: int, chunk: int
     ) -> tuple[LayerCache, Arrays, Any]:
-        """Returns what `end_prompt` does, without acting: slots for tokens that follow a prompt."""
+        """Returns a cache with slots for what follows a prompt that was cut.
+
+        Args:
+          arrays: as in `end_prompt`.
+          slots: as in `end_prompt`.
+          read: number of tokens that are read next, padding before them included. None is evicted
+            while they are read.
+          new: maximum number of tokens after them.
+          chunk: maximum number of these that are read at once.
+        """
         return self, arrays, slots
+
+    def pad_between(self) -> LayerCache:
+        """Returns the cache for rows with padding between their tokens."""
+        return self
 
     def with_space(self, arrays: Arrays, slots: Any, tokens: int) -> tuple[LayerCache, Arrays, Any]:
         """Returns a copy that reads `tokens` more tokens at once and loses none for them."""
@@ -277,6 +290,8 @@ class FullCache(LayerCache):
     shares_slots: ClassVar[bool] = True
 
     storage: Storage = dataclasses.field(default=Exact(), kw_only=True)
+    # Whether padding may lie between tokens. Slots are then further apart than their tokens.
+    pads_between: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def slot_arrays(self) -> tuple[str, ...]:
@@ -332,9 +347,17 @@ class FullCache(LayerCache):
             "k_positions": slots.positions,
             "k_index": slots.index,
             "k_segments": slots.segments,
-            "row_indices": (places, order) if view.write_slots is None else None,
+            "row_indices": None
+            if view.write_slots is not None or self.pads_between
+            else (places, order),
             "keys_rotated": self.rotated,
         }
+
+    def make_room(self, arrays, slots, read, new, chunk):
+        return self.pad_between().with_space(arrays, slots, read + new)
+
+    def pad_between(self):
+        return dataclasses.replace(self, pads_between=True)
 
     def with_space(self, arrays, slots, tokens):
         each = -(-tokens // self.parts)
@@ -391,6 +414,12 @@ class RingCache(FullCache):
 
     def num_visible(self, length: int, tokens: int) -> int:
         return min(length, self.num_slots(tokens))
+
+    def make_room(self, arrays, slots, read, new, chunk):
+        return self, arrays, slots
+
+    def pad_between(self):
+        return self  # its masks test order indices
 
     def num_slots(self, tokens: int) -> int:
         """Returns the number of slots that are needed to read `tokens` tokens at once.

@@ -298,7 +298,7 @@ class _Fill:
     """How full the layers' caches are."""
 
     used: Int[Array, ""]  # slots in use, with padding and what a cut leaves empty
-    since: Int[Array, ""]  # tokens read since the last cut, with padding
+    since: Int[Array, ""]  # tokens generated since the last cut
     cuts_first: Bool[Array, ""]  # whether this call evicts tokens before it writes new ones
 
 
@@ -460,7 +460,8 @@ class Evicting(FullCache):
             since = jnp.where(cuts_first, 0, since)
         is_emptied = self._cuts_after(new) if self.policy.threshold is None else False
         used = jnp.where(is_emptied, self.num_kept, start + length)
-        since = jnp.where(is_emptied, 0, since + length)
+        # The tokens of a text do not count, since its padding would let a row depend on its batch.
+        since = jnp.where(is_emptied, 0, since + (length == 1))
         return View(_Fill(used, since, cuts_first), new, start, None, self)
 
     def _cuts_after(self, new: Tokens) -> Bool[Array, ""] | bool:
@@ -664,23 +665,23 @@ class Evicting(FullCache):
             longest, held = min(chunk, new), self.slots
             after = dataclasses.replace(after, longest=longest, held=held, is_prompt=False)
             return after, arrays, slots
-        return after._with_room(arrays, slots, new, chunk)
+        after = after._between_cuts(new, min(chunk, new))
+        return after, after._with_slots(arrays), slots
 
     def with_space(self, arrays, slots, tokens):
         size = whole_blocks(arrays["order"].shape[2] + tokens)
         resized = _resize({name: arrays[name] for name in self._moved}, size)
         return dataclasses.replace(self, slots=size, longest=tokens), arrays | resized, slots
 
-    def make_room(self, arrays, slots, new, chunk):
+    def make_room(self, arrays, slots, read, new, chunk):
         # Later cuts count the tokens that follow, too.
-        after = dataclasses.replace(self, length=self.length + new)
-        return after._with_room(arrays, slots, new, chunk)
+        after = dataclasses.replace(self, length=self.length + read + new)
+        after = after._between_cuts(read + new, read + min(new, max(chunk, self.policy.every)))
+        return after, after._with_slots(arrays), slots
 
-    def _with_room(self, arrays, slots, new, chunk):
-        """Returns what `make_room` does for tokens that `length` contains already."""
-        after = self._between_cuts(new, min(chunk, new))
-        resized = _resize({name: arrays[name] for name in self._moved}, after.slots)
-        return after, arrays | resized, slots
+    def _with_slots(self, arrays: Arrays) -> Arrays:
+        """Returns arrays of `slots` slots."""
+        return arrays | _resize({name: arrays[name] for name in self._moved}, self.slots)
 
     def _after_prompt(self, arrays: Arrays) -> tuple[Evicting, Arrays]:
         """Returns the cache under the policy `later`, and the arrays that this one computed."""

@@ -336,7 +336,7 @@ class LanguageModel(InferenceModel, Scorer):
 
         A pattern may insert tokens (`Pattern.inserted_tokens`); the text is then read in chunks. A
         cache policy (`model.cache`) cuts after each of its chunks, or, without chunks, once: the
-        tokens before the one that predicts `first` are then the prompt.
+        tokens before the one that predicts `first` are then the prompt, and scored tokens stay.
 
         Args:
           tokens: int [B, T], padded on the right.

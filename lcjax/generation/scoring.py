@@ -316,7 +316,7 @@ def _score_after_cut(
     prompts = [row[: max(min(first, n) - 1, 1)].tolist() for row, n in zip(tokens, lengths)]
     num_read = next(size for size in _CONTINUATION_SIZES if size >= tokens.shape[1] - first)
     rotation, chunk = lm.rotations(np.maximum(lengths, 1)), prefill_chunk_size(None)
-    options = {"num_new": max(_MIN_NEW, num_read), "chunk": chunk}
+    options = {"num_new": max(_MIN_NEW, num_read), "chunk": chunk, "keeps_new": True}
     _, session = read_prompts(lm, prompts, rotation, with_ffn_input=with_ffn_input, **options)
     places = np.arange(num_read, dtype=np.int32)
     segments = (places < (lengths - first)[:, None]).astype(np.int32)

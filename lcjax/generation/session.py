@@ -577,6 +577,7 @@ def read_prompts(
     memory: EncodedContext | None = None,
     prefix: CachedPrefix | None = None,
     with_ffn_input: bool = False,
+    keeps_new: bool = False,
 ) -> tuple[Any, Session]:
     """Reads prompts into a new cache.
 
@@ -592,6 +593,8 @@ def read_prompts(
       memory: the encoded context of the rows.
       prefix: the cached common prefix of all prompts.
       with_ffn_input: as in `Session`.
+      keeps_new: whether a cache policy keeps all tokens that are read after its cut of the prompts,
+        in chunks of any size.
 
     Returns:
       What `Session.read` returns, float32 logits [B, V] of the token after each prompt, and the
@@ -625,7 +628,7 @@ def read_prompts(
         return session.read_from_first_column(tokens, np.array(lengths), sizes), session
     columns = (x[:, first:] for x in (tokens, segments, positions))
     output = session.read(*columns, ends, sizes=padded_chunks(width - first, chunk))
-    session.end_prompt(num_new, chunk, prompts, lm.tokenizer)
+    session.end_prompt(num_new, num_new if keeps_new else chunk, prompts, lm.tokenizer)
     return output, session
 
 
@@ -634,7 +637,7 @@ def _read_after_cut(lm, prompts, rotation, prefix: CachedPrefix, num_new, chunk,
     rest = [prompt[prefix.tokens :] for prompt in prompts]
     tokens, segments, padding, _ = _lay_out(rest, chunk, None)
     width = tokens.shape[1]
-    cache = cache_lib.repeat_row(prefix.cache, len(rest), width + num_new, chunk, lm.mesh)
+    cache = cache_lib.repeat_row(prefix.cache, len(rest), width, num_new, chunk, lm.mesh)
     session = Session(lm.model, lm.params, cache, rotation, with_ffn_input=with_ffn_input)
     positions = prefix.tokens + np.maximum(np.arange(width)[None] - padding[:, None], 0)
     return session.read(tokens, segments, positions, sizes=padded_chunks(width, chunk)), session

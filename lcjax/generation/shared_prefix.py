@@ -90,7 +90,7 @@ def read_prefix(lm: InferenceModel, ids: Ids, question: int | None = None) -> Ca
     kept, chosen before it saw any of them; this is how compression is measured for questions that
     are not known yet. For a policy that chooses by a question (Finch, SnapKV), `question` is the
     number of last tokens of the prefix that ask it; None: there is none in it, or its length is not
-    known.
+    known. What follows the prefix is read whole, before anything is evicted again.
 
     Returns None if prompts must be read in full: for a model without `shares_prefixes` or such a
     policy, for a text that the policy keeps whole, or if the rotation follows the length of each
@@ -111,7 +111,7 @@ def read_prefix(lm: InferenceModel, ids: Ids, question: int | None = None) -> Ca
     cache = cache_lib.create(
         lm.model.config, 1, slots, chunk=chunk if is_cut else None, mesh=lm.mesh
     )
-    if is_cut and any(kind.keeps_all for kind in cache.kinds):
+    if is_cut and not any(kind.evicts for kind in cache.kinds):
         return None
     length = max(len(array), lm.length or 0)
     session = Session(lm.model, lm.params, cache, lm.rotation(length))

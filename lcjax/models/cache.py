@@ -179,6 +179,8 @@ def fitted_caches(
     The arguments are those of `create`.
     """
     fitted = [cache.fit(length, chunk) for cache in layer_caches(config, rotated)]
+    if any(kind.acts_on_chunk for kind, _ in fitted):  # rows begin in one column
+        fitted = [(kind.pad_between(), slots) for kind, slots in fitted]
     if mesh is None:
         return fitted
     fitted = [
@@ -410,16 +412,22 @@ def branch(
     return keep_layout(branched, mesh)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
 def repeat_row(
-    cache: Cache, rows: int, new: int, chunk: int, mesh: jax.sharding.Mesh | None = None
+    cache: Cache,
+    rows: int,
+    read: int,
+    new: int,
+    chunk: int,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
     """Copies what layers keep of one row to B rows that continue it, with any kinds of cache.
 
     Args:
       cache: the cache of one row, after the end of its prompt.
       rows: B.
-      new: maximum number of tokens that follow.
+      read: number of tokens that are read next, padding before them included.
+      new: maximum number of tokens after them.
       chunk: maximum number of these that are read at once.
       mesh: shards the new cache as in `create`.
     """
@@ -429,7 +437,7 @@ def repeat_row(
         return x if x.ndim == 0 else jnp.repeat(x, rows, axis=axis)
 
     def make_room(kind, arrays, slots):
-        return kind.make_room(arrays, slots, new, chunk)
+        return kind.make_room(arrays, slots, read, new, chunk)
 
     return _for_each_layer(jax.tree.map(repeat, cache), make_room, mesh)
 

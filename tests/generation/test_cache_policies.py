@@ -17,7 +17,7 @@ from small_norm import SmallNorm
 import lcjax
 from lcjax import cost
 from lcjax.attention import CachePolicy, Critical, Landmark, Sliding, Threshold
-from lcjax.attention.budgets import AcrossLayers, AdaptiveHeads
+from lcjax.attention.budgets import AcrossLayers, AdaptiveHeads, LayerRatios
 from lcjax.attention.cache import FullCache, Prompt
 from lcjax.attention.policies import (
     DuoAttention,
@@ -45,7 +45,7 @@ from lcjax.evaluation.split import ReplugSplit
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
-from lcjax.generation.session import Session, lower_cut
+from lcjax.generation.session import Session, lower_cut, read_prompts
 from lcjax.generation.shared_prefix import AskedQuestions, UnseenQuestions, read_prefix
 from lcjax.models import Decoder, LayerKind, preset
 from lcjax.models import cache as cache_lib
@@ -306,6 +306,13 @@ def test_scores_of_a_text_do_not_depend_on_padding_and_are_causal(lm):
     np.testing.assert_allclose(lm.nll(changed)[0, :60], scores[0, :60], atol=1e-5)
     ample = lm.with_method(cache=SmallNorm(tokens=512, chunk=16)).nll(rows, lengths=lengths)
     assert np.abs(scores - ample).max() > 1e-3
+
+
+def test_scored_tokens_stay_however_many_are_read_at_once(lm, monkeypatch):
+    lm, rows = lm.with_method(cache=SmallNorm(tokens=32, every=8)), np.array([text(1, 190)])
+    scores = lm.nll(rows, first=61)
+    monkeypatch.setattr("lcjax.generation.scoring.prefill_chunk_size", lambda _: 32)
+    np.testing.assert_allclose(lm.nll(rows, first=61), scores, atol=1e-4)
 
 
 def test_the_end_of_a_text_is_scored_after_the_cut_of_its_beginning(lm):
@@ -670,6 +677,66 @@ def test_the_question_of_a_prompt_is_the_window_that_chooses(lm):
 def test_a_prefix_that_stays_whole_is_read_with_its_prompts(lm):
     assert read_prefix(lm.with_method(cache=KeyDiff(tokens=200)), text(1, 64)) is None
     assert read_prefix(lm.with_method(cache=KeyDiff(tokens=20, chunk=16)), text(1, 64)) is None
+
+
+MIXED = (LayerKind(1, Sliding(16)), LayerKind(1))
+
+
+@pytest.mark.parametrize(
+    ("layers", "policy"),
+    [
+        (MIXED, KeyDiff(ratio=0.5)),
+        pytest.param(
+            None, Knorm(ratio=0.5, layers=LayerRatios((0.0, 0.5))), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["window", "ratios"],
+)
+def test_a_prefix_is_cut_where_some_layers_keep_all_of_it(lm, layers, policy):
+    config = lm.config.replace(cache=policy, **({"layers": layers} if layers else {}))
+    mixed = LanguageModel(Decoder(config), lm.params, lm.tokenizer)
+    context, questions = text(1, 60), [text(2, 3), text(3, 70)]
+    prefix = read_prefix(mixed, context)
+    prompts, rest = [context + question for question in questions], [[text(5, 6)]] * 2
+    together = mixed.continuations(prompts, rest, prefix=prefix)
+    session = read_session(mixed, [context], 80)
+    for prompt, (score,) in zip(prompts, together, strict=True):
+        ((alone,),) = mixed.continuations([prompt], rest[:1], prefix=prefix)
+        np.testing.assert_allclose(score.nll, alone.nll, atol=1e-4)
+    places = 60 + np.arange(9)[None]
+    logits = session.read(np.array([[*questions[0], *rest[0][0]]], np.int32), None, places)
+    nll = -jax.nn.log_softmax(logits)[0]
+    more = mixed.continuations(prompts[:1], [[[*rest[0][0], 7]]], prefix=prefix)
+    np.testing.assert_allclose(more[0][0].nll[-1], nll[7], atol=1e-4)
+
+
+def test_a_window_beside_a_chunk_policy_counts_no_padding(lm):
+    prompts, rest = [text(1, 20)], [[text(5, 4)]]  # with what follows, fewer than are kept
+    config = lm.config.replace(layers=MIXED)
+    plain, chunks = (
+        LanguageModel(Decoder(config.replace(cache=cache)), lm.params, lm.tokenizer)
+        for cache in (None, KeyDiff(tokens=24, chunk=16))
+    )
+    expected, found = (m.continuations(prompts, rest)[0][0].nll for m in (plain, chunks))
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_a_question_after_a_prefix_does_not_move_the_cuts_of_other_rows(lm):
+    lm = lm.with_method(cache=SnapKV(tokens=40, window=8, every=70))
+    context, questions = text(1, 90), [text(2, 3), text(3, 100)]
+    prefix, prompts = read_prefix(lm, context), [context + question for question in questions]
+    held = []
+    for rows in (prompts, prompts[:1]):
+        options = {"num_new": 80, "chunk": 128, "prefix": prefix}
+        _, session = read_prompts(lm, rows, lm.rotation(300), **options)
+        for step, token in enumerate(text(4, 72)):
+            tokens = np.full(len(rows), token, np.int32)
+            places = np.array([[len(row) + step] for row in rows])
+            session.read(tokens, None, places)
+            if step in (8, 69, 71):
+                held.append(kept(session.cache))
+    assert held[:3] == held[3:]
+    assert [len(layer[0]) for layer in held] == [52, 113, 42] * 2
 
 
 def kept(cache):

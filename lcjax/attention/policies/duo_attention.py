@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
@@ -190,16 +189,13 @@ class HeadGroups(LayerCache):
         stream, own, last = self.stream.end_prompt(own, slots[1], prompt, new, chunk)
         return self._with_stream(stream, arrays, own, (slots[0], last))
 
-    def make_room(self, arrays, slots, new, chunk):
-        def grow(x, axis):
-            return jnp.pad(x, [(0, new if i == axis % x.ndim else 0) for i in range(x.ndim)])
-
-        grown = {name: grow(arrays[name], -2) for name in ("keys", "values")}
-        first = jax.tree.map(lambda x: grow(x, -1), slots[0])
+    def make_room(self, arrays, slots, read, new, chunk):
+        full = {name: arrays[name] for name in ("keys", "values")}
+        _, grown, first = self.full.make_room(full, slots[0], read, new, chunk)
         if not self.heads:
             return self, grown, (first,)
         own = _without_prefix(arrays, _STREAMING)
-        stream, own, last = self.stream.make_room(own, slots[1], new, chunk)
+        stream, own, last = self.stream.make_room(own, slots[1], read, new, chunk)
         return self._with_stream(stream, grown, own, (first, last))
 
     def _with_stream(self, stream: Evicting, full: Arrays, own: Arrays, slots: tuple):
