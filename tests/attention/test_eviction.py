@@ -462,7 +462,7 @@ def test_what_follows_a_cut_prefix_gets_its_share(policy):
     layer = random_layer(policy, 1, length, length)
     layer(*(x[:, :, :length] for x in qkv))
     layer.end_prompt(0)
-    settings = layer.kind, layer.arrays, layer.slots, new, 1
+    settings = layer.kind, layer.arrays, layer.slots, 0, new, 1
     layer.kind, layer.arrays, layer.slots = type(layer.kind).make_room(*settings)
     for step in range(length, length + new):
         layer(*(x[:, :, step : step + 1] for x in qkv))
