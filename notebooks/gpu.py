@@ -276,9 +276,9 @@ print(lm.tokenizer.decode(tokens[-40:]), "|", text)
 
 # %%
 inside = tokens[: lm.config.max_length]
-kept, piece = len(inside) // 8, len(inside) // 16
+budget, piece = len(inside) // 8, len(inside) // 16
 policies = lcjax.attention.SnapKV, lcjax.attention.KeyDiff, lcjax.attention.Random
-methods = {policy.__name__: policy(tokens=kept, chunk=piece, every=piece) for policy in policies}
+methods = {policy.__name__: policy(tokens=budget, chunk=piece, every=piece) for policy in policies}
 methods = {"everything": lcjax.attention.KeepAll()} | methods
 for name, method in methods.items():
     model = lm.with_method(cache=method)

@@ -269,8 +269,8 @@ class HeadRates(HeadBudget):
         shares = jnp.asarray(table, jnp.float32)[None] * slots.tokens[:, None]
         least = jnp.floor(shares)
         missing = jnp.round(shares.sum(-1)) - least.sum(-1)
-        more = _greatest(shares - least, missing.astype(jnp.int32))
-        return jnp.clip(least.astype(jnp.int32) + more, 1, most)
+        is_rounded_up = _greatest(shares - least, missing.astype(jnp.int32))
+        return jnp.clip(least.astype(jnp.int32) + is_rounded_up, 1, most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,10 +380,10 @@ def in_spans(
     means = jnp.where(lengths > 0, means, -jnp.inf)
     number = -(-slots.tokens // size)
     if ratio is None:
-        kept = max(tokens // size, 1)
+        num_spans = max(tokens // size, 1)
     else:
-        kept = _share(1 - ratio, -(-length // size))[number]
-    stays = _greatest(means, jnp.minimum(kept, number)[:, None])
+        num_spans = _share(1 - ratio, -(-length // size))[number]
+    stays = _greatest(means, jnp.minimum(num_spans, number)[:, None])
     counts = (lengths * stays).sum(-1)
     each = jnp.repeat(jnp.where(stays, 0.0, -jnp.inf), size, axis=-1)
     each = slots.to_slots(each[..., : scores.shape[-1]])
@@ -396,7 +396,7 @@ def in_parts(
     """Puts the best tokens of each part of `size` tokens before all others.
 
     Of a part of n tokens, max(1, int(n (1 - ratio))) get the score inf; the last part may be
-    shorter. `kept_in_parts` is their number.
+    shorter. `part_budgets` is their number.
     """
     first = slots.from_first(scores, -jnp.inf)
     padding = [(0, 0), (0, 0), (0, -first.shape[-1] % size)]
@@ -410,7 +410,7 @@ def in_parts(
     return jnp.where(slots.to_slots(is_best), jnp.inf, others)
 
 
-def kept_in_parts(length: int, size: int, ratio: float) -> Int[np.ndarray, " T"]:
+def part_budgets(length: int, size: int, ratio: float) -> Int[np.ndarray, " T"]:
     """Returns how many tokens stay of 0, 1, ... `length` if each part keeps its share."""
     whole, rest = np.divmod(np.arange(length + 1), size)
     shares = np.maximum((np.arange(size + 1) * (1 - ratio)).astype(np.int64), 1)

@@ -218,7 +218,7 @@ class LayerCache(abc.ABC):
         """
         return self, arrays, slots
 
-    def make_room(
+    def extend_slots(
         self, arrays: Arrays, slots: Any, read: int, new: int, chunk: int
     ) -> tuple[LayerCache, Arrays, Any]:
         """Returns a cache with slots for what follows a prompt that was cut.
@@ -237,7 +237,9 @@ class LayerCache(abc.ABC):
         """Returns the cache for rows with padding between their tokens."""
         return self
 
-    def with_space(self, arrays: Arrays, slots: Any, tokens: int) -> tuple[LayerCache, Arrays, Any]:
+    def with_extra_slots(
+        self, arrays: Arrays, slots: Any, tokens: int
+    ) -> tuple[LayerCache, Arrays, Any]:
         """Returns a copy that reads `tokens` more tokens at once and loses none for them."""
         raise InputError(
             f"model.cache reads prompts again, which has no form for layers with {self!r:.60}; use"
@@ -353,13 +355,13 @@ class FullCache(LayerCache):
             "keys_rotated": self.rotated,
         }
 
-    def make_room(self, arrays, slots, read, new, chunk):
-        return self.pad_between().with_space(arrays, slots, read + new)
+    def extend_slots(self, arrays, slots, read, new, chunk):
+        return self.pad_between().with_extra_slots(arrays, slots, read + new)
 
     def pad_between(self):
         return dataclasses.replace(self, pads_between=True)
 
-    def with_space(self, arrays, slots, tokens):
+    def with_extra_slots(self, arrays, slots, tokens):
         each = -(-tokens // self.parts)
 
         def pad(x):
@@ -415,7 +417,7 @@ class RingCache(FullCache):
     def num_visible(self, length: int, tokens: int) -> int:
         return min(length, self.num_slots(tokens))
 
-    def make_room(self, arrays, slots, read, new, chunk):
+    def extend_slots(self, arrays, slots, read, new, chunk):
         return self, arrays, slots
 
     def pad_between(self):
@@ -428,7 +430,7 @@ class RingCache(FullCache):
         """
         return self.sinks + self.recent + tokens - 1
 
-    def with_space(self, arrays, slots, tokens):
+    def with_extra_slots(self, arrays, slots, tokens):
         old, new = slots.index.shape[1], self.num_slots(tokens)
         if new <= old:
             return self, arrays, slots
@@ -568,8 +570,8 @@ def branch_parts(
             holder = (part - number) % parts  # the part that is here now
             here = is_token & (token % parts == holder)
             pick = functools.partial(jnp.take, cached[..., 0, :, :, :], axis=-2, mode="clip")
-            found = jax.vmap(pick, out_axes=len(stack))(token // parts)
-            out = jnp.where(here[:, None, :, None], found, out)
+            picked = jax.vmap(pick, out_axes=len(stack))(token // parts)
+            out = jnp.where(here[:, None, :, None], picked, out)
             pairs = [(i, (i + 1) % parts) for i in range(parts)]
             return (out, jax.lax.ppermute(cached, axis, pairs)), None
 

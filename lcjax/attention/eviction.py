@@ -229,7 +229,7 @@ class CachePolicy(CacheMethod):
         A token of score inf stays before all others.
         """
 
-    def kept(self, length: int, layer: tuple[int, int] | None = None) -> np.ndarray:
+    def budgets(self, length: int, layer: tuple[int, int] | None = None) -> np.ndarray:
         """Returns how many tokens a head keeps of 0, 1, ... `length` tokens read, int [length + 1].
 
         A ratio keeps max(1, int(n (1 - ratio))) of n tokens, computed in float64 as in kvpress.
@@ -257,8 +257,8 @@ class CachePolicy(CacheMethod):
         counts = counts.astype(np.int64)
         return np.minimum(np.maximum(counts, 1), read)
 
-    def kept_in_all(self, length: int, heads: int) -> np.ndarray:
-        """Returns how many tokens `heads` heads keep together, int [length + 1] (`kept`).
+    def total_budgets(self, length: int, heads: int) -> np.ndarray:
+        """Returns how many tokens `heads` heads keep together, int [length + 1] (`budgets`).
 
         A ratio evicts int(heads n ratio) of their tokens, in float64.
         """
@@ -364,16 +364,18 @@ class Evicting(FullCache):
     def _numbers(self) -> tuple[str, ...]:
         """The names of arrays with one number for each slot."""
         norms = ("value_norms",) if self._weighs_values else ()
-        own = [prefix + name for prefix, policy in self._policies for name in policy.slot_state]
-        return (*norms, *own)
+        slot_names = [
+            prefix + name for prefix, policy in self._policies for name in policy.slot_state
+        ]
+        return (*norms, *slot_names)
 
     @property
     def acts_on_chunk(self) -> bool:
         return self.policy.chunk is not None
 
     def for_layer(self, layer: int, num_layers: int) -> Evicting:
-        is_own = any(policy.differs_by_layer for _, policy in self._policies)
-        return dataclasses.replace(self, layer=(layer, num_layers)) if is_own else self
+        is_numbered = any(policy.differs_by_layer for _, policy in self._policies)
+        return dataclasses.replace(self, layer=(layer, num_layers)) if is_numbered else self
 
     def fit(self, length: int, chunk: int | None) -> tuple[LayerCache, int]:
         if not self.rotated:
@@ -393,7 +395,7 @@ class Evicting(FullCache):
         """Returns whether `policy` evicts nothing of a text of `length` tokens."""
         if policy.threshold is not None:
             return length <= policy.threshold.window
-        return bool((policy.kept(length, self.layer) == np.arange(length + 1)).all())
+        return bool((policy.budgets(length, self.layer) == np.arange(length + 1)).all())
 
     @functools.cached_property  # the table of a million tokens takes tens of milliseconds
     def num_kept(self) -> int:
@@ -402,7 +404,7 @@ class Evicting(FullCache):
         They are as many also if there are fewer tokens, so that the next cut does not depend on the
         padding of a row.
         """
-        policy, most = self.policy, int(self.policy.kept(self.length, self.layer).max())
+        policy, most = self.policy, int(self.policy.budgets(self.length, self.layer).max())
         if policy.heads is not None:
             most = math.ceil(policy.heads.most * most)
         if policy.span is not None:
@@ -423,9 +425,9 @@ class Evicting(FullCache):
     def num_visible(self, length: int, tokens: int) -> int:
         if self.acts_on_prompt and tokens > 1:  # a prompt, which is read before it is cut
             return length
-        kept = dataclasses.replace(self, length=length).num_kept
+        num_kept = dataclasses.replace(self, length=length).num_kept
         between = max(tokens, self.policy.every) if self.policy.cuts_text else tokens
-        return min(length, kept + between)
+        return min(length, num_kept + between)
 
     def after_prompt(self, length: int) -> tuple[LayerCache, int]:
         fitted, slots = self.fit(length, None)
@@ -435,10 +437,11 @@ class Evicting(FullCache):
     def arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
         order = jax.ShapeDtypeStruct((layer.num_kv_heads, slots, 1), jnp.int32)
         each_slot = jax.ShapeDtypeStruct(order.shape, jnp.float32)
-        own = dict.fromkeys(self._numbers, each_slot)
+        policy_arrays = dict.fromkeys(self._numbers, each_slot)
         for prefix, policy in self._policies:
-            own |= {prefix + name: array for name, array in policy.state(layer).items()}
-        return super().arrays(layer, slots) | {"order": order} | own
+            state = policy.state(layer)
+            policy_arrays |= {prefix + name: array for name, array in state.items()}
+        return super().arrays(layer, slots) | {"order": order} | policy_arrays
 
     def shared(self, rows: int, slots: int) -> _Fill:
         count, whether = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.int32, jnp.bool_))
@@ -521,8 +524,8 @@ class Evicting(FullCache):
                 output_kernel=metadata.output_kernel,
                 input_norms=metadata.input_norms,
             )
-            own = policy.observe(seen)
-            arrays = arrays | {prefix + name: array for name, array in own.items()}
+            observed = policy.observe(seen)
+            arrays = arrays | {prefix + name: array for name, array in observed.items()}
         return arrays
 
     def key_metadata(self, view):
@@ -595,18 +598,18 @@ class Evicting(FullCache):
             def gather(x):
                 return slots.take(x, jnp.maximum(places, 0))
 
-            kept = {name: gather(arrays[name]) for name in self._moved}
-            kept["order"] = jnp.where(places < 0, 0, kept["order"])
+            survivors = {name: gather(arrays[name]) for name in self._moved}
+            survivors["order"] = jnp.where(places < 0, 0, survivors["order"])
             if policy.positions == "consecutive":
                 ranks = jnp.arange(places.shape[2]) - (places < 0).sum(2)
                 by = ranks - gather(slots.ranks[..., None])[..., 0]
-                kept["keys"] = _turn_by_head(kept["keys"], by, prompt.rotation)
+                survivors["keys"] = _turn_by_head(survivors["keys"], by, prompt.rotation)
                 evicted = slots.counts[:, 0, 0] - (places >= 0).sum((2, 3))[:, 0]
                 for prefix, observer in self._policies:
                     state = _of_prefix(arrays, prefix)
                     moved = observer.move(state, -evicted, prompt.rotation)
                     arrays = arrays | {prefix + name: array for name, array in moved.items()}
-            return arrays | _resize(kept, arrays["order"].shape[2])
+            return arrays | _resize(survivors, arrays["order"].shape[2])
 
     def _counts(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
         """Returns how many tokens heads keep of the `tokens` read, if they keep equally many."""
@@ -614,7 +617,7 @@ class Evicting(FullCache):
         if policy.ratio is None and policy.layers is None:
             return jnp.minimum(tokens, policy.tokens)
         # A table, as products of float64 decide the rounding; it has a number for each length.
-        return jnp.asarray(policy.kept(self.length, self.layer), jnp.int32)[tokens]
+        return jnp.asarray(policy.budgets(self.length, self.layer), jnp.int32)[tokens]
 
     def _scores(self, slots: Candidates) -> Float[Array, "B K S"]:
         """Returns scores in which any token comes before an empty slot, and a number before NaN."""
@@ -635,7 +638,7 @@ class Evicting(FullCache):
         """
         scores = [kind._scores(kind._candidates(arrays, prompt)) for kind, arrays in layers]
         heads = np.cumsum([each.shape[1] for each in scores])
-        total = jnp.asarray(self.policy.kept_in_all(self.length, heads[-1]), jnp.int32)
+        total = jnp.asarray(self.policy.total_budgets(self.length, heads[-1]), jnp.int32)
         total = total[prompt.tokens]
         # As equal as whole numbers are
         place = jnp.arange(heads[-1], dtype=jnp.int32)
@@ -668,12 +671,12 @@ class Evicting(FullCache):
         after = after._between_cuts(new, min(chunk, new))
         return after, after._with_slots(arrays), slots
 
-    def with_space(self, arrays, slots, tokens):
+    def with_extra_slots(self, arrays, slots, tokens):
         size = whole_blocks(arrays["order"].shape[2] + tokens)
         resized = _resize({name: arrays[name] for name in self._moved}, size)
         return dataclasses.replace(self, slots=size, longest=tokens), arrays | resized, slots
 
-    def make_room(self, arrays, slots, read, new, chunk):
+    def extend_slots(self, arrays, slots, read, new, chunk):
         # Later cuts count the tokens that follow, too.
         after = dataclasses.replace(self, length=self.length + read + new)
         after = after._between_cuts(read + new, read + min(new, max(chunk, self.policy.every)))
@@ -688,8 +691,9 @@ class Evicting(FullCache):
         if self.later is None:
             return self, arrays
         after = dataclasses.replace(self, policy=self.later, later=None)
-        own = _of_prefix(arrays, _LATER)
-        return after, {name: arrays[name] for name in after._moved if name not in own} | own
+        later_arrays = _of_prefix(arrays, _LATER)
+        moved = {name: arrays[name] for name in after._moved if name not in later_arrays}
+        return after, moved | later_arrays
 
 
 def _of_prefix(arrays: Arrays, prefix: str) -> Arrays:

@@ -244,7 +244,7 @@ def _write_names(axes, names: Sequence[str], centres: np.ndarray) -> None:
       names: the names.
       centres: places of the marks, pixels [n, 2].
     """
-    taken = [_box(centre, 2 * _MARK) for centre in centres]
+    occupied = [_box(centre, 2 * _MARK) for centre in centres]
     panel = np.array(axes.get_window_extent().extents)
     to_data = axes.transData.inverted()
     for number in np.lexsort(centres.T[::-1]):
@@ -256,9 +256,9 @@ def _write_names(axes, names: Sequence[str], centres: np.ndarray) -> None:
         note.set_in_layout(False)
         size = np.array(note.get_window_extent().size)
         note.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0, "alpha": 0.6})
-        shift, gap = _free_place(centre, size, taken, panel, np.delete(centres, number, axis=0))
+        shift, gap = _free_place(centre, size, occupied, panel, np.delete(centres, number, axis=0))
         note.set_position(to_data.transform(centre + shift))
-        taken.append(_box(centre + shift, size))
+        occupied.append(_box(centre + shift, size))
         if gap > _GAPS[1]:
             line = to_data.transform([centre, centre + shift])
             axes.plot(*line.T, color=GREY, linewidth=0.6, zorder=3)
@@ -267,7 +267,7 @@ def _write_names(axes, names: Sequence[str], centres: np.ndarray) -> None:
 def _free_place(
     centre: np.ndarray,
     size: np.ndarray,
-    taken: Sequence[np.ndarray],
+    occupied: Sequence[np.ndarray],
     panel: np.ndarray,
     others: np.ndarray,
 ) -> tuple[np.ndarray, float]:
@@ -279,7 +279,7 @@ def _free_place(
     Args:
       centre: place of the mark, [2].
       size: width and height of the name, [2].
-      taken: boxes (x0, y0, x1, y1) of marks and names.
+      occupied: boxes (x0, y0, x1, y1) of marks and names.
       panel: box of the panel.
       others: places of the other marks, [n, 2].
     """
@@ -287,7 +287,7 @@ def _free_place(
     for gap, direction in itertools.product(_GAPS, _DIRECTIONS):
         shift = direction * (size / 2 + gap)
         box = _box(centre + shift, size + 1)
-        covered = sum(_overlap(box, other) for other in taken)
+        covered = sum(_overlap(box, other) for other in occupied)
         covered += np.prod(size + 1) - _overlap(box, panel)
         between = centre + np.linspace(0, 1, 20)[:, None] * shift
         covered += (np.abs(between[:, None] - others).max(-1) < _MARK).sum()

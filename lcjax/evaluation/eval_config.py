@@ -21,7 +21,7 @@ from lcjax.evaluation.retrieval import Knn, RetrievalMethod
 from lcjax.evaluation.split import ContextSplit, ReplugSplit, Split
 from lcjax.evaluation.task import Task
 from lcjax.evaluation.tasks import Perplexity
-from lcjax.generation.shared_prefix import AskedQuestions, UnseenQuestions
+from lcjax.generation.shared_prefix import QueryAgnostic, QueryAware
 from lcjax.memory import MemorySection
 from lcjax.models import PRESETS
 from lcjax.parallel.distributed import Distributed
@@ -230,7 +230,7 @@ def apply_method(model, method: Method, length: int, *, prompts: bool = False):
     one decoder pass if a pass reads only a part of the window. With `prompts`, which have up to
     `length` tokens, it is that of each prompt with its answer, unless documents are read before.
     """
-    reader = {"unseen": UnseenQuestions, "window": AskedQuestions}.get(method.question)
+    reader = {"unseen": QueryAgnostic, "window": QueryAware}.get(method.question)
     source = method.retriever or split_of(method, model)
     choices = {"rope": method.rope, "pattern": method.pattern, "cache": method.cache}
     if source is None:

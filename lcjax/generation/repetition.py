@@ -70,7 +70,7 @@ def _width(length: int) -> int:
 def _read_without_keeping(model, params, cache, tokens, segments, rotation, spans) -> list[Arrays]:
     """Returns the policy's numbers for the slots of each layer, after the reading of `tokens`."""
     mesh, names = model.mesh, model.config.cache.slot_state
-    spacious = cache_lib.with_space(cache, tokens.shape[1], {"span": spans}, mesh)
+    spacious = cache_lib.with_extra_slots(cache, tokens.shape[1], {"span": spans}, mesh)
     positions = cache_lib.next_order(cache, segments, tokens.shape[1])
     output = decoder_lib.apply(
         model,

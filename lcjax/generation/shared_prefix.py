@@ -122,7 +122,7 @@ def read_prefix(lm: InferenceModel, ids: Ids, question: int | None = None) -> Ca
     return CachedPrefix(session.cache, array, lm, length)
 
 
-class UnseenQuestions(WrappedScorer):
+class QueryAgnostic(WrappedScorer):
     """A language model whose cache policy cuts documents before it sees what is asked about them.
 
     A prompt is read to the end of its documents (`with_movable`), and cut there. The rest of it
@@ -152,7 +152,7 @@ class UnseenQuestions(WrappedScorer):
     def cache_bytes(self, length: int) -> int | None:
         return self.lm.cache_bytes(length)
 
-    def with_movable(self, spans: Sequence[Spans], passages: Any = None) -> "UnseenQuestions":
+    def with_movable(self, spans: Sequence[Spans], passages: Any = None) -> "QueryAgnostic":
         """Returns this model for prompts whose documents end with the last of `spans`."""
         del passages  # which are among the spans
         self._ends = [max((stop for _, stop in row), default=0) for row in spans]
@@ -205,7 +205,7 @@ class UnseenQuestions(WrappedScorer):
         return self._prefix[1]
 
 
-class AskedQuestions(UnseenQuestions):
+class QueryAware(QueryAgnostic):
     """A language model whose cache policy chooses by the question of each prompt (Finch).
 
     The question is what follows the documents, but for the last token of the prompt, which

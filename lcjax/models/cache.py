@@ -436,13 +436,13 @@ def repeat_row(
         axis = max(x.ndim - 4, 0)
         return x if x.ndim == 0 else jnp.repeat(x, rows, axis=axis)
 
-    def make_room(kind, arrays, slots):
-        return kind.make_room(arrays, slots, read, new, chunk)
+    def extend_slots(kind, arrays, slots):
+        return kind.extend_slots(arrays, slots, read, new, chunk)
 
-    return _for_each_layer(jax.tree.map(repeat, cache), make_room, mesh)
+    return _for_each_layer(jax.tree.map(repeat, cache), extend_slots, mesh)
 
 
-def with_space(
+def with_extra_slots(
     cache: Cache, tokens: int, arrays: dict[str, jax.Array], mesh: jax.sharding.Mesh | None = None
 ) -> Cache:
     """Returns a copy that reads `tokens` more tokens at once and loses none for them.
@@ -455,7 +455,7 @@ def with_space(
     """
 
     def act(kind, layer, slots):
-        kind, layer, slots = kind.with_space(layer, slots, tokens)
+        kind, layer, slots = kind.with_extra_slots(layer, slots, tokens)
         return kind, layer | arrays if kind.evicts else layer, slots
 
     return _for_each_layer(cache, act, mesh)

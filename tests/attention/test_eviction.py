@@ -326,7 +326,7 @@ def test_the_authors_pyramid(row):
     document, _ = golden()
     of = document["cases"]["pyramidkv_original.budgets"]["params"]["table"][row]
     policy = SnapKV(tokens=of["capacity"], window=of["window"], layers=PyramidOriginal(of["beta"]))
-    counts = [policy.kept(of["tokens"], (i, of["layers"]))[-1] for i in range(of["layers"])]
+    counts = [policy.budgets(of["tokens"], (i, of["layers"]))[-1] for i in range(of["layers"])]
     assert counts == of["lengths"]
 
 
@@ -463,10 +463,10 @@ def test_what_follows_a_cut_prefix_gets_its_share(policy):
     layer(*(x[:, :, :length] for x in qkv))
     layer.end_prompt(0)
     settings = layer.kind, layer.arrays, layer.slots, 0, new, 1
-    layer.kind, layer.arrays, layer.slots = type(layer.kind).make_room(*settings)
+    layer.kind, layer.arrays, layer.slots = type(layer.kind).extend_slots(*settings)
     for step in range(length, length + new):
         layer(*(x[:, :, step : step + 1] for x in qkv))
-    expected = policy.kept(length + new)[-1]
+    expected = policy.budgets(length + new)[-1]
     span = policy.span or 0
     for head in kept_lists(layer)[0]:
         assert expected - span <= len(head) <= expected + span + policy.every
@@ -482,12 +482,12 @@ def check_budget(policy, lengths, total):
     if policy.threshold is not None:
         assert all(policy.threshold.window < length < total for length in lengths)
         return
-    count = policy.kept(total)[-1]
+    count = policy.budgets(total)[-1]
     if policy.span is not None:
         assert abs(lengths[0] - count) <= policy.span and set(lengths) == {lengths[0]}
     elif policy.heads is not None:
         assert sum(lengths) == count * len(lengths)
-        assert max(lengths) <= np.ceil(policy.heads.most * policy.kept(total + 9).max())
+        assert max(lengths) <= np.ceil(policy.heads.most * policy.budgets(total + 9).max())
     else:
         assert set(lengths) == {count}
 
@@ -542,7 +542,7 @@ def test_heads_of_all_layers_share_a_budget_exactly(ratio, most):
 def test_a_ratio_keeps_what_float64_says():
     """100 (1 - 0.9) is 9.99... in float64 and 10.0 in float32."""
     for length, ratio, kept in ((100, 0.9, 9), (80, 0.8, 15), (120, 0.9, 11), (5, 0.9, 1)):
-        assert Knorm(ratio=ratio).kept(length)[-1] == kept
+        assert Knorm(ratio=ratio).budgets(length)[-1] == kept
 
 
 def rates_of(heads, columns):
@@ -571,7 +571,7 @@ def rates_of(heads, columns):
             lambda: Knorm(tokens=4, positions="consecutive", heads=AdaptiveHeads()),
             "positions=consecutive .* leave model.cache.heads out",
         ),
-        (lambda: Knorm(ratio=0.5, layers=LayerRatios((0.5,))).kept(9, (0, 2)), "the 2 layers"),
+        (lambda: Knorm(ratio=0.5, layers=LayerRatios((0.5,))).budgets(9, (0, 2)), "the 2 layers"),
         (lambda: Knorm(tokens=4, layers=LayerRatios((0.5,))), "tokens=4 has no effect .*ratio in"),
         (lambda: Knorm(ratio=0.5, span=10, layers=Pyramid()), "span=10 .* one of span and"),
         (lambda: Finch(ratio=0.5, part=20, chunk=8), "chunk=8 .* one of chunk and part"),

@@ -47,7 +47,7 @@ from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.generation.session import Session, lower_cut, read_prompts
-from lcjax.generation.shared_prefix import AskedQuestions, UnseenQuestions, read_prefix
+from lcjax.generation.shared_prefix import QueryAgnostic, QueryAware, read_prefix
 from lcjax.models import Decoder, LayerKind, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
@@ -571,7 +571,7 @@ def scores_by_token(session):
     ]
 
 
-def kept_of(layer):
+def order_indices_of(layer):
     """Order indices of the tokens that each head of a layer keeps in row 0."""
     order = np.asarray(order_of(layer))[0, :, :, 0]
     return [(head[head > 0] - 1).tolist() for head in order]
@@ -644,7 +644,7 @@ def test_prompts_continue_a_prefix_that_was_cut_before_it_saw_them(lm, policy):
     together = lm.continuations(prompts, rest, prefix=prefix)
     ((alone,),) = lm.continuations(prompts[:1], rest[:1], prefix=prefix)
     np.testing.assert_allclose(together[0][0].nll, alone.nll, atol=1e-4)
-    asked = UnseenQuestions(lm).with_movable([[(2, 40), (40, 90)]] * 3).continuations(prompts, rest)
+    asked = QueryAgnostic(lm).with_movable([[(2, 40), (40, 90)]] * 3).continuations(prompts, rest)
     for one, other in zip(together, asked, strict=True):
         np.testing.assert_array_equal(one[0].nll, other[0].nll)
     # What stays does not depend on the question, unlike at the end of a prompt.
@@ -666,7 +666,7 @@ def test_the_question_of_a_prompt_is_the_window_that_chooses(lm):
     few = lm.with_method(cache=dataclasses.replace(finch, window=8))  # all but the last token
     ((expected,),) = few.continuations([prompt], rest, prefix=read_prefix(few, prompt[:-1]))
     lm = lm.with_method(cache=finch)
-    ((score,),) = AskedQuestions(lm).with_movable([[(0, 60)]]).continuations([prompt], rest)
+    ((score,),) = QueryAware(lm).with_movable([[(0, 60)]]).continuations([prompt], rest)
     np.testing.assert_allclose(score.nll, expected.nll, atol=1e-5)
     with pytest.raises(InputError, match="question has 25 tokens, and model.cache.window=24"):
         read_prefix(lm, prompt, question=25)
@@ -747,7 +747,7 @@ def test_a_question_after_a_prefix_does_not_move_the_cuts_of_other_rows(lm):
 
 def kept(cache):
     """Order indices of the tokens that each head of each layer keeps in row 0."""
-    return [head for layer in cache.layers for head in kept_of(layer)]
+    return [head for layer in cache.layers for head in order_indices_of(layer)]
 
 
 # Configs and errors
@@ -784,10 +784,10 @@ def test_calls_that_a_policy_does_not_define_say_what_to_do(lm):
             SmallNorm(**fields)
     cut = lm.with_method(cache=SmallNorm(tokens=8))
     with pytest.raises(InputError, match=r"question=unseen or window needs a cache policy"):
-        UnseenQuestions(lm)
+        QueryAgnostic(lm)
     for reader, stop, message in (
-        (UnseenQuestions, 0, "a prompt has no documents that could be cut before"),
-        (AskedQuestions, 19, "a prompt has no question after its documents"),
+        (QueryAgnostic, 0, "a prompt has no documents that could be cut before"),
+        (QueryAware, 19, "a prompt has no question after its documents"),
     ):
         asked = reader(lm.with_method(cache=SnapKV(tokens=8, window=4)))
         with pytest.raises(InputError, match=message):

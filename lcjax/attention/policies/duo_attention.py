@@ -150,8 +150,8 @@ class HeadGroups(LayerCache):
         arrays, group = {}, layer.num_heads // layer.num_kv_heads
         for prefix, kind, heads in self._groups:
             shape = layer._replace(num_heads=len(heads) * group, num_kv_heads=len(heads))
-            own = of_group(kind, shape)
-            arrays |= {prefix + name: array for name, array in own.items()}
+            group_arrays = of_group(kind, shape)
+            arrays |= {prefix + name: array for name, array in group_arrays.items()}
         return arrays
 
     def shared(self, rows, slots):
@@ -162,8 +162,8 @@ class HeadGroups(LayerCache):
 
     def reserve(self, slots, new, filled):
         groups = tuple(
-            kind.reserve(own, new, filled)
-            for (_, kind, _), own in zip(self._groups, slots, strict=True)
+            kind.reserve(group_slots, new, filled)
+            for (_, kind, _), group_slots in zip(self._groups, slots, strict=True)
         )
         return View(tuple(group.slots for group in groups), new, filled, None, self, groups)
 
@@ -171,37 +171,43 @@ class HeadGroups(LayerCache):
         outs, order, result = [], [], {}
         rows, length, count, size = q.shape
         by_group = q.reshape(rows, length, self.num_heads, -1, size)
-        for (prefix, kind, heads), own_view in zip(self._groups, view.groups, strict=True):
-            own = _without_prefix(arrays, prefix)
+        for (prefix, kind, heads), group_view in zip(self._groups, view.groups, strict=True):
+            group_arrays = _without_prefix(arrays, prefix)
             queries = by_group[:, :, heads].reshape(rows, length, -1, size)
-            pair, place = (k[:, :, heads], v[:, :, heads]), own_view.update_metadata(metadata)
-            out, own = kind.attend(own, queries, *pair, pattern, own_view, place)
+            pair, place = (k[:, :, heads], v[:, :, heads]), group_view.update_metadata(metadata)
+            out, group_arrays = kind.attend(
+                group_arrays, queries, *pair, pattern, group_view, place
+            )
             outs.append(out.reshape(rows, length, len(heads), -1, size))
             order.append(heads)
-            result |= {prefix + name: array for name, array in own.items()}
+            result |= {prefix + name: array for name, array in group_arrays.items()}
         out = jnp.concatenate(outs, 2)[:, :, np.argsort(np.concatenate(order))]
         return out.reshape(rows, length, count, size), result
 
     def end_prompt(self, arrays, slots, prompt, new, chunk, counts=None):
         if not self.heads or not self.acts_on_prompt:
             return self, arrays, slots
-        own = _without_prefix(arrays, _STREAMING)
-        stream, own, last = self.stream.end_prompt(own, slots[1], prompt, new, chunk)
-        return self._with_stream(stream, arrays, own, (slots[0], last))
+        stream_arrays = _without_prefix(arrays, _STREAMING)
+        stream, stream_arrays, last = self.stream.end_prompt(
+            stream_arrays, slots[1], prompt, new, chunk
+        )
+        return self._with_stream(stream, arrays, stream_arrays, (slots[0], last))
 
-    def make_room(self, arrays, slots, read, new, chunk):
+    def extend_slots(self, arrays, slots, read, new, chunk):
         full = {name: arrays[name] for name in ("keys", "values")}
-        _, grown, first = self.full.make_room(full, slots[0], read, new, chunk)
+        _, grown, first = self.full.extend_slots(full, slots[0], read, new, chunk)
         if not self.heads:
             return self, grown, (first,)
-        own = _without_prefix(arrays, _STREAMING)
-        stream, own, last = self.stream.make_room(own, slots[1], read, new, chunk)
-        return self._with_stream(stream, grown, own, (first, last))
+        stream_arrays = _without_prefix(arrays, _STREAMING)
+        stream, stream_arrays, last = self.stream.extend_slots(
+            stream_arrays, slots[1], read, new, chunk
+        )
+        return self._with_stream(stream, grown, stream_arrays, (first, last))
 
-    def _with_stream(self, stream: Evicting, full: Arrays, own: Arrays, slots: tuple):
+    def _with_stream(self, stream: Evicting, full: Arrays, stream_arrays: Arrays, slots: tuple):
         """Returns cache, arrays and shared arrays with other ones of streaming heads."""
         arrays = {name: full[name] for name in ("keys", "values")}
-        arrays |= {_STREAMING + name: array for name, array in own.items()}
+        arrays |= {_STREAMING + name: array for name, array in stream_arrays.items()}
         return dataclasses.replace(self, stream=stream), arrays, slots
 
 

@@ -83,23 +83,23 @@ class LagKVOriginal(CachePolicy):
         self._check_alone("type=lagkv_original", "layers", "heads", "critical", "span")
 
     @property
-    def _part_kept(self) -> int:
+    def _part_budget(self) -> int:
         return max(int(self.lag * (1 - self.ratio)), 1)
 
-    def kept(self, length, layer=None):
+    def budgets(self, length, layer=None):
         read = np.arange(length + 1)
         num_cut = np.maximum((read - self.sinks) // self.lag - 1, 0)
-        return read - num_cut * (self.lag - self._part_kept)
+        return read - num_cut * (self.lag - self._part_budget)
 
     def is_due(self, before, after):
         return (after - self.sinks) // self.lag > (before - self.sinks) // self.lag
 
     def score(self, slots):
-        num_slots, lost = slots.index.shape[-1], self.lag - self._part_kept
+        num_slots, lost = slots.index.shape[-1], self.lag - self._part_budget
         # Parts that were cut before, each of which lost as many tokens
         num_cut = (slots.tokens[:, None, None] - slots.counts) // max(lost, 1)
         num_full = (slots.tokens[:, None, None] - self.sinks) // self.lag
-        first = self.sinks + num_cut * self._part_kept  # place of the first part that is whole
+        first = self.sinks + num_cut * self._part_budget  # place of the first part that is whole
         places = jnp.arange(num_slots) - first
         is_scored = (places >= 0) & (places < (num_full - 1 - num_cut) * self.lag)
         whole = jnp.arange(-(-num_slots // self.lag) * self.lag)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention.budgets import in_parts, kept_in_parts
+from lcjax.attention.budgets import in_parts, part_budgets
 from lcjax.attention.candidates import Candidates, attention_by_head, turn
 from lcjax.attention.eviction import CachePolicy
 from lcjax.errors import InputError, OneOf, PositiveInt
@@ -183,10 +183,10 @@ class Finch(Window):
                 " tokens are known; leave one of chunk and part out"
             )
 
-    def kept(self, length, layer=None):
+    def budgets(self, length, layer=None):
         if self.part is None:
-            return super().kept(length, layer)
-        return kept_in_parts(length, self.part, self.ratio)
+            return super().budgets(length, layer)
+        return part_budgets(length, self.part, self.ratio)
 
     def score(self, slots):
         before = slots.next_position[:, None] - self.window + jnp.arange(self.window)
