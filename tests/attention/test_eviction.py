@@ -135,8 +135,8 @@ class Layer:
         name = "order" if "order" in self.arrays else "streaming.order"
         return np.asarray(self.arrays[name])[..., 0]
 
-    def kept(self, total):
-        """bool [B, K, total]"""
+    def selected(self, total):
+        """Which of `total` tokens are in the cache, bool [B, K, total]."""
         order = self.order
         return np.stack([[np.isin(np.arange(total) + 1, head) for head in row] for row in order])
 
@@ -200,52 +200,52 @@ def golden_layers(policy, case, *, length=None, chunk=None):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_scores_and_kept_tokens_are_those_of_the_released_code(case):
+def test_scores_and_survivors_are_those_of_the_released_code(case):
     document, arrays = golden()
     about, policy = document["cases"][case], CASES[case]
     with jax.default_matmul_precision("highest"):
         for number, layer, q, k, v in golden_layers(policy, case):
             layer(q, k, v)
-            scores, kept = layer.end_prompt(), layer.kept(q.shape[2])
+            scores, selected = layer.end_prompt(), layer.selected(q.shape[2])
             is_one = policy.differs_by_layer or policy.critical is not None
-            wanted = arrays[f"{case}.kept"].astype(bool)
-            expected = arrays.get(f"{case}.scores", wanted)
-            expected, wanted = (
-                x[number] if is_one else x.reshape(scores.shape) for x in (expected, wanted)
+            reference = arrays[f"{case}.kept"].astype(bool)
+            expected = arrays.get(f"{case}.scores", reference)
+            expected, reference = (
+                x[number] if is_one else x.reshape(scores.shape) for x in (expected, reference)
             )
             free = np.isfinite(scores)
             is_ranked = not isinstance(policy, StreamingCache) and f"{case}.scores" in arrays
             if policy.span is policy.critical is None and is_ranked:
                 np.testing.assert_allclose(scores[free], expected[free], rtol=2e-3, atol=2e-5)
             if about.get("tie_at_cut"):
-                for row, head in np.ndindex(kept.shape[:2]):
+                for row, head in np.ndindex(selected.shape[:2]):
                     ours, theirs = (
-                        np.sort(expected[row, head][x[row, head]]) for x in (kept, wanted)
+                        np.sort(expected[row, head][x[row, head]]) for x in (selected, reference)
                     )
                     np.testing.assert_allclose(ours, theirs)
             else:
-                np.testing.assert_array_equal(kept, wanted)
+                np.testing.assert_array_equal(selected, reference)
 
 
 # The authors' own code, on random queries and keys
 
 
 def original(name, policy, calls=None):
-    """Returns tokens kept after each call, bool [call, B, K, T], and their golden form."""
+    """Returns tokens selected after each call, bool [call, B, K, T], and their golden form."""
     _, arrays = golden()
     q, k, v = (arrays.get(f"{name}.{x}") for x in "qkv")
     q = k if q is None else q  # LagKV reads no queries
     total, calls = k.shape[2], calls or [k.shape[2]]
     kind, _ = Evicting(policy).fit(total + 1, max(calls))
     layer = Layer(kind, no_rotation(), q.shape[1], k.shape)
-    found, outs, start = [], [], 0
+    selected, outs, start = [], [], 0
     for number, size in enumerate(calls):
         outs.append(layer(*(x[:, :, start : start + size] for x in (q, k, v))))
         start += size
         if not number and policy.chunk is None:
             layer.end_prompt(total)
-        found.append(layer.kept(total))
-    return np.stack(found), arrays[f"{name}.kept"].astype(bool), np.concatenate(outs, 1)
+        selected.append(layer.selected(total))
+    return np.stack(selected), arrays[f"{name}.kept"].astype(bool), np.concatenate(outs, 1)
 
 
 @pytest.mark.parametrize(
@@ -258,31 +258,31 @@ def original(name, policy, calls=None):
 )
 def test_a_prompt_is_cut_as_by_the_authors(name, policy):
     with jax.default_matmul_precision("highest"):
-        (kept,), expected, _ = original(name, policy)
+        (selected,), expected, _ = original(name, policy)
     if name.startswith("snapkv"):  # neighbours have equal scores
-        np.testing.assert_array_equal(kept.sum(-1), expected.sum(-1))
-        assert (kept & expected).sum() >= 0.9 * expected.sum()
+        np.testing.assert_array_equal(selected.sum(-1), expected.sum(-1))
+        assert (selected & expected).sum() >= 0.9 * expected.sum()
     else:
-        np.testing.assert_array_equal(kept, expected)
+        np.testing.assert_array_equal(selected, expected)
 
 
 def test_h2o_evicts_after_every_step_as_its_authors():
     _, arrays = golden()
     with jax.default_matmul_precision("highest"):
-        kept, expected, out = original(
+        selected, expected, out = original(
             "h2o.steps", H2O(tokens=14, recent=8, every=1), calls=[30, *[1] * 14]
         )
-    np.testing.assert_array_equal(kept[0], expected[0])
+    np.testing.assert_array_equal(selected[0], expected[0])
     # The authors evict after a step, and lcjax before the next one.
     for step in range(1, 14):
-        assert (kept[step + 1] & ~expected[step])[..., : 30 + step].sum() == 0
+        assert (selected[step + 1] & ~expected[step])[..., : 30 + step].sum() == 0
     np.testing.assert_allclose(out.swapaxes(1, 2), arrays["h2o.steps.out"], atol=2e-5)
 
 
 def test_parts_of_a_text_are_cut_once_as_by_the_authors_of_lagkv():
     policy, calls = LagKVOriginal(ratio=0.5, sinks=4, lag=16), [40, 20, 1, 1, 30]
-    kept, expected, _ = original("lagkv_original.calls", policy, calls)
-    np.testing.assert_array_equal(kept, expected)
+    selected, expected, _ = original("lagkv_original.calls", policy, calls)
+    np.testing.assert_array_equal(selected, expected)
 
 
 @pytest.mark.slow
@@ -290,11 +290,11 @@ def test_parts_of_lagkv_do_not_depend_on_chunks():
     make = functools.partial(LagKVOriginal, ratio=0.5, sinks=4, lag=16)
     calls_of = {make(): [60, 32], make(every=1): [40, *[1] * 52], make(chunk=46): [46, 46]}
     for policy, calls in calls_of.items():
-        kept, expected, _ = original("lagkv_original.calls", policy, calls)
-        np.testing.assert_array_equal(kept[-1], expected[-1])
+        selected, expected, _ = original("lagkv_original.calls", policy, calls)
+        np.testing.assert_array_equal(selected[-1], expected[-1])
 
 
-def test_blocks_join_the_tokens_kept_as_in_the_released_code():
+def test_blocks_join_the_survivors_as_in_the_released_code():
     """The release reads a prompt in full first; so do the queries and keys given here."""
     _, arrays = golden()
     policy = KeyDiff(tokens=48, chunk=16)
@@ -302,12 +302,12 @@ def test_blocks_join_the_tokens_kept_as_in_the_released_code():
     with jax.default_matmul_precision("highest"):
         for start in range(0, 96, 16):
             layer(*(x[:, :, start : start + 16] for x in qkv))
-    kept = layer.kept(96)
+    selected = layer.selected(96)
     expected = arrays["block.keydiff.kept"].astype(bool)
-    np.testing.assert_array_equal(kept, expected.reshape(kept.shape))
+    np.testing.assert_array_equal(selected, expected.reshape(selected.shape))
 
 
-def test_streaming_heads_see_what_they_kept_and_the_call_as_in_duo_attention():
+def test_streaming_heads_see_their_slots_and_the_call_as_in_duo_attention():
     _, arrays = golden()
     qkv = [arrays[f"duo_attention.calls.{x}"] for x in "qkv"]
     method = DuoAttention(head_file([[0.9, 0.2]]), sinks=4, recent=10, chunk=30, every=1)
@@ -377,8 +377,8 @@ def zero_pad(parts, before, after):
     return [np.pad(x, [(0, 0), (0, 0), (before, after), (0, 0)]) for x in parts]
 
 
-def kept_lists(layer):
-    """The order indices that each head keeps, of each row."""
+def order_lists(layer):
+    """Order indices plus 1 of the tokens that each head keeps, of each row."""
     return [[head[head > 0].tolist() for head in row] for row in layer.order]
 
 
@@ -426,13 +426,13 @@ def test_padding_and_other_rows_change_nothing(policy):
     np.testing.assert_allclose(first[1][:, before : before + total], first[0], atol=1e-5)
     for layer in (alone, batch):
         layer.end_prompt(steps)
-    assert kept_lists(batch)[0] == kept_lists(alone)[0]
-    check_budget(policy, [len(head) for head in kept_lists(alone)[0]], total)
+    assert order_lists(batch)[0] == order_lists(alone)[0]
+    check_budget(policy, [len(head) for head in order_lists(alone)[0]], total)
     for step in range(steps):
         token = [x[:, :, step : step + 1] for x in rest]
         one, two = alone(*token), batch(*(np.concatenate([x, x]) for x in token))
         np.testing.assert_allclose(np.asarray(two)[:1], one, atol=1e-5)
-        assert kept_lists(batch)[0] == kept_lists(alone)[0]
+        assert order_lists(batch)[0] == order_lists(alone)[0]
 
 
 def test_two_phases_of_one_policy_are_the_policy():
@@ -468,7 +468,7 @@ def test_what_follows_a_cut_prefix_gets_its_share(policy):
         layer(*(x[:, :, step : step + 1] for x in qkv))
     expected = policy.budgets(length + new)[-1]
     span = policy.span or 0
-    for head in kept_lists(layer)[0]:
+    for head in order_lists(layer)[0]:
         assert expected - span <= len(head) <= expected + span + policy.every
 
 
@@ -508,7 +508,7 @@ def test_chunks_are_cut_one_after_the_other(policy):
         assert layer.kind.slots <= cache_lib.whole_blocks(layer.kind.num_kept + 16)
         outs.append([layer(*(x[:, :, i : i + 16] for x in parts)) for i in range(0, 64, 16)])
         most = layer.kind.num_kept
-        assert all(len(head) <= most for head in kept_lists(layer)[0])
+        assert all(len(head) <= most for head in order_lists(layer)[0])
     np.testing.assert_array_equal(outs[0][:3], outs[1][:3])
 
 
@@ -541,8 +541,8 @@ def test_heads_of_all_layers_share_a_budget_exactly(ratio, most):
 
 def test_a_ratio_keeps_what_float64_says():
     """100 (1 - 0.9) is 9.99... in float64 and 10.0 in float32."""
-    for length, ratio, kept in ((100, 0.9, 9), (80, 0.8, 15), (120, 0.9, 11), (5, 0.9, 1)):
-        assert Knorm(ratio=ratio).budgets(length)[-1] == kept
+    for length, ratio, budget in ((100, 0.9, 9), (80, 0.8, 15), (120, 0.9, 11), (5, 0.9, 1)):
+        assert Knorm(ratio=ratio).budgets(length)[-1] == budget
 
 
 def rates_of(heads, columns):

@@ -100,8 +100,8 @@ def test_pages_and_outputs_are_those_of_the_released_code():
     np.testing.assert_allclose(bounds, arrays["quest.page16.page_scores"], rtol=2e-3, atol=2e-5)
     chosen, is_page = quest.choose(bounds, jnp.full(len(q), length - 1))
     assert is_page.all()
-    kept = (np.arange(length) // size == np.asarray(chosen)[..., None]).any(2)
-    np.testing.assert_array_equal(kept, arrays["quest.page16.kept"])
+    is_read = (np.arange(length) // size == np.asarray(chosen)[..., None]).any(2)
+    np.testing.assert_array_equal(is_read, arrays["quest.page16.kept"])
     queries = np.zeros((*q.shape[:2], length, q.shape[2]), "f")
     queries[:, :, -1] = q
     out = read(quest, queries, k, v, [length - 1, 1])[:, -1]
@@ -182,7 +182,7 @@ def test_a_text_is_scored_token_by_token(lm):
     assert np.abs(scores[0] - exact[0]).max() > 1e-3
 
 
-def test_an_answer_that_is_taken_back_leaves_no_trace(lm):
+def test_a_rewound_answer_leaves_no_trace(lm):
     cache = cache_lib.create(lm.model.config, 1, 128, chunk=61)
     session = Session(lm.model, lm.params, cache, lm.rotation(128))
     session.read(np.array([ids(1, 61)], np.int32), None, np.arange(61)[None])

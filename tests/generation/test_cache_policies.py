@@ -136,11 +136,11 @@ def test_a_cut_prompt_gives_the_logits_of_the_released_code(golden_lm, case):
     tokenizer = Requests({letter: params.get(name) for letter, name in ids.items()})
     prompts, rest = (arrays[f"base.{base}.{name}"] for name in ("ids", "continuation"))
     session = read_session(lm, prompts, 16, tokenizer=tokenizer)
-    for layer, layer_kept in zip(session.cache.layers, arrays[f"{case}.kept"], strict=True):
+    for layer, mask in zip(session.cache.layers, arrays[f"{case}.kept"], strict=True):
         order = np.asarray(layer["order"])[..., 0]
         for row, head in np.ndindex(order.shape[:2]):
-            found = order[row, head][order[row, head] > 0] - 1
-            np.testing.assert_array_equal(found, np.flatnonzero(layer_kept[row, head]))
+            actual = order[row, head][order[row, head] > 0] - 1
+            np.testing.assert_array_equal(actual, np.flatnonzero(mask[row, head]))
     for step, token in enumerate(rest.T):
         logits = session.read(token, None, np.full((len(token), 1), prompts.shape[1] + step))
         np.testing.assert_allclose(logits, arrays[f"{case}.logits"][:, step], atol=2e-4)
@@ -150,7 +150,7 @@ def test_a_cut_prompt_gives_the_logits_of_the_released_code(golden_lm, case):
 def test_a_prompt_is_cut_and_continued_as_in_the_released_code(golden_lm):
     document, arrays = golden()
     case, base = "knorm.rows", "llama_b2"
-    kept, prompts = arrays[f"{case}.kept"], arrays[f"base.{base}.ids"]
+    masks, prompts = arrays[f"{case}.kept"], arrays[f"base.{base}.ids"]
     policy = SmallNorm(ratio=document["cases"][case]["params"]["ratio"])
     lm = golden_lm.with_method(cache=policy)
     continuations = arrays[f"base.{base}.continuation"]
@@ -161,11 +161,11 @@ def test_a_prompt_is_cut_and_continued_as_in_the_released_code(golden_lm):
         expected = [-following[row, t, x] for t, x in enumerate(continuations[row][1:])]
         np.testing.assert_allclose(score.nll[1:], expected, atol=2e-4)
     session = read_session(lm, prompts, 16)
-    for layer, layer_kept in zip(session.cache.layers, kept, strict=True):
+    for layer, mask in zip(session.cache.layers, masks, strict=True):
         order = np.asarray(layer["order"])[..., 0]
         for row, head in np.ndindex(order.shape[:2]):
-            found = order[row, head][order[row, head] > 0] - 1
-            np.testing.assert_array_equal(found, np.flatnonzero(layer_kept[row, head]))
+            actual = order[row, head][order[row, head] > 0] - 1
+            np.testing.assert_array_equal(actual, np.flatnonzero(mask[row, head]))
 
 
 @pytest.mark.parametrize(
@@ -224,8 +224,8 @@ def test_generated_tokens_are_read_as_in_the_released_code(golden_lm, case, make
     session = read_session(lm, ids[:, :first], total - first)
     for step in range(total - first):
         token, place = ids[:, first + step].astype(np.int32), np.array([[first + step]])
-        found = session.read(token, None, place)
-        np.testing.assert_allclose(found, logits[:, step], atol=2e-4)
+        actual = session.read(token, None, place)
+        np.testing.assert_allclose(actual, logits[:, step], atol=2e-4)
         if "calls" in params:  # the release cuts after a call, and lcjax before the next one
             before = {
                 head: set(np.flatnonzero(released[step][head])) for head in heads_of(released[step])
@@ -241,9 +241,9 @@ def order_of(layer):
     return layer["order" if "order" in layer else "streaming.order"]
 
 
-def heads_of(kept):
-    """The indices (layer, row, head) of tokens kept, bool [L, B, K, T]."""
-    return list(np.ndindex(kept.shape[:3]))
+def heads_of(mask):
+    """The indices (layer, row, head) of a mask of tokens, bool [L, B, K, T]."""
+    return list(np.ndindex(mask.shape[:3]))
 
 
 def held_tokens(cache):
@@ -346,7 +346,7 @@ def test_a_cache_that_loses_nothing_is_the_full_cache(lm):
     np.testing.assert_allclose(folded.nll, full.nll, atol=2e-5)
 
 
-def test_memory_after_a_prompt_is_that_of_the_tokens_kept(lm):
+def test_memory_after_a_prompt_is_that_of_the_survivors(lm):
     config = lm.config.replace(num_layers=2)
     full = cost.generation_memory(config, 4096, 1, Mesh(fsdp=1)).cache
     evicting = lm.with_method(cache=SmallNorm(tokens=128, every=64))
@@ -416,21 +416,21 @@ def test_generated_tokens_are_evicted_every_few_steps(lm):
     policy = SmallNorm(tokens=20, every=3)
     lm = lm.with_method(cache=policy)
     session = read_session(lm, [text(1, 30)], 12)
-    kept, ids = None, text(2, 12)
+    selected, ids = None, text(2, 12)
     for step, token in enumerate(ids):
         before = {name: np.asarray(x) for name, x in session.cache.layers[0].items()}
         session.read(np.array([token], np.int32), None, np.array([[30 + step]]))
         order = np.asarray(session.cache.layers[0]["order"])[0, :, :, 0]
         held = [set(head[head > 0] - 1) for head in order]
-        if step and step % 3 == 0:  # the three tokens since the last cut compete with the kept ones
+        if step and step % 3 == 0:  # the three tokens since the last cut compete with the survivors
             norms = np.linalg.norm(before["keys"][0], axis=-1)
             index = before["order"][0, ..., 0] - 1
             norms[index < 0] = np.inf
             best = np.argsort(norms, axis=-1)[:, :20]
-            kept = [set(index[head, best[head]]) for head in range(len(best))]
-        if kept is not None:
+            selected = [set(index[head, best[head]]) for head in range(len(best))]
+        if selected is not None:
             new = {30 + step - age for age in range(step % 3 + 1)}
-            assert held == [head | new for head in kept]
+            assert held == [head | new for head in selected]
         assert all(len(head) <= 23 for head in held)
 
 
@@ -468,7 +468,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(lm, policy):
     ],
     ids=lambda policy: type(policy).__name__,
 )
-def test_devices_cut_their_own_heads(policy):
+def test_each_device_cuts_its_heads(policy):
     config = TINY.replace(cache=policy, num_layers=1)
     mesh = make_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4])
     compiled = lower_cut(config, mesh, 4, 256, 256).compile()
@@ -503,7 +503,7 @@ def test_the_newest_tokens_give_the_numbers_of_a_window_of_as_many(lm):
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 5])
-def test_consecutive_positions_are_those_of_a_text_of_the_kept_tokens(lm, chunk):
+def test_consecutive_positions_are_those_of_a_text_of_the_survivors(lm, chunk):
     """In one layer, keys depend on tokens and positions alone (StreamingLLM's paper)."""
     config = lm.config.replace(num_layers=1, scan_layers=False)
     params = {k: x for k, x in lm.params.items() if k != "layers_1"}
@@ -518,8 +518,8 @@ def test_consecutive_positions_are_those_of_a_text_of_the_kept_tokens(lm, chunk)
         places = np.arange(start, start + size)[None]
         logits = session.read(np.array([new]), None, places)
         old = ids[:start]
-        kept = old if len(old) <= 20 else old[:4] + old[-16:]
-        expected = one.logits(np.array([kept + new]))[0, -1]
+        visible = old if len(old) <= 20 else old[:4] + old[-16:]
+        expected = one.logits(np.array([visible + new]))[0, -1]
         np.testing.assert_allclose(logits[0], expected, atol=1e-4)
 
 
@@ -532,8 +532,8 @@ def test_scores_that_are_no_numbers_come_last(lm):
     order = jnp.array([1, 0, 2, 3, 0, 4, 5, 6])[None, None, :, None]
     zeros = jnp.zeros((1, 1, 8, 2))
     arrays = {"keys": zeros, "values": zeros, "order": order}
-    kept = kind.cut(arrays, Prompt(jnp.array([6]), lm.rotation(8)))["order"].ravel()
-    assert kept.tolist() == [3, 4, 5, 6, 0, 0, 0, 0]  # of equal scores the later tokens
+    order = kind.cut(arrays, Prompt(jnp.array([6]), lm.rotation(8)))["order"].ravel()
+    assert order.tolist() == [3, 4, 5, 6, 0, 0, 0, 0]  # of equal scores the later tokens
 
 
 def test_a_repeated_text_is_the_one_since_the_last_cut(lm):
@@ -604,7 +604,7 @@ def test_a_conversation_goes_on_after_its_prompts_are_cut(lm, method):
     assert {kind.is_prompt for kind in kinds} == {False}
     # The last token that was read is there, and others were evicted.
     last = len(talk.tokens) - 2
-    for head in kept(talk._session.cache):
+    for head in order_indices(talk._session.cache):
         assert head[-1] == last and len(head) < last
 
 
@@ -619,7 +619,7 @@ def test_a_conversation_keeps_a_prompt_that_loses_nothing(lm, prompt):
     talk = Conversation(lm.with_method(cache=method), length=200, prefill_chunk=32)
     talk.read(text(1, 150))
     talk.write(Sampling(max_new_tokens=1))
-    for head in kept(talk._session.cache):
+    for head in order_indices(talk._session.cache):
         assert head == list(range(150))
 
 
@@ -638,19 +638,19 @@ def test_prompts_continue_a_prefix_that_was_cut_before_it_saw_them(lm, policy):
     lm = lm.with_method(cache=policy)
     context, questions = text(1, 90), [text(2, 3), text(3, 17), text(4, 9)]
     prefix = read_prefix(lm, context)
-    held = kept(prefix.cache)
+    before = order_indices(prefix.cache)
     prompts = [context + question for question in questions]
     rest = [[text(5, 6)]] * 3
     together = lm.continuations(prompts, rest, prefix=prefix)
     ((alone,),) = lm.continuations(prompts[:1], rest[:1], prefix=prefix)
     np.testing.assert_allclose(together[0][0].nll, alone.nll, atol=1e-4)
-    asked = QueryAgnostic(lm).with_movable([[(2, 40), (40, 90)]] * 3).continuations(prompts, rest)
-    for one, other in zip(together, asked, strict=True):
+    unseen = QueryAgnostic(lm).with_movable([[(2, 40), (40, 90)]] * 3).continuations(prompts, rest)
+    for one, other in zip(together, unseen, strict=True):
         np.testing.assert_array_equal(one[0].nll, other[0].nll)
     # What stays does not depend on the question, unlike at the end of a prompt.
-    assert kept(prefix.cache) == held
-    inside = kept(read_session(lm, [prompts[1]], 8).cache)
-    assert [set(a) - set(range(90, 107)) for a in inside] != [set(a) for a in held]
+    assert order_indices(prefix.cache) == before
+    inside = order_indices(read_session(lm, [prompts[1]], 8).cache)
+    assert [set(a) - set(range(90, 107)) for a in inside] != [set(a) for a in before]
     # By hand: read, cut, read on.
     session = read_session(lm, [context], 32)
     places = 90 + np.arange(17)[None]
@@ -712,8 +712,8 @@ def test_a_prefix_is_cut_where_some_layers_keep_all_of_it(lm, layers, policy):
     places = 60 + np.arange(9)[None]
     logits = session.read(np.array([[*questions[0], *rest[0][0]]], np.int32), None, places)
     nll = -jax.nn.log_softmax(logits)[0]
-    more = mixed.continuations(prompts[:1], [[[*rest[0][0], 7]]], prefix=prefix)
-    np.testing.assert_allclose(more[0][0].nll[-1], nll[7], atol=1e-4)
+    longer = mixed.continuations(prompts[:1], [[[*rest[0][0], 7]]], prefix=prefix)
+    np.testing.assert_allclose(longer[0][0].nll[-1], nll[7], atol=1e-4)
 
 
 def test_a_window_beside_a_chunk_policy_counts_no_padding(lm):
@@ -723,8 +723,8 @@ def test_a_window_beside_a_chunk_policy_counts_no_padding(lm):
         LanguageModel(Decoder(config.replace(cache=cache)), lm.params, lm.tokenizer)
         for cache in (None, KeyDiff(tokens=24, chunk=16))
     )
-    expected, found = (m.continuations(prompts, rest)[0][0].nll for m in (plain, chunks))
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    expected, actual = (m.continuations(prompts, rest)[0][0].nll for m in (plain, chunks))
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
 def test_a_question_after_a_prefix_does_not_move_the_cuts_of_other_rows(lm):
@@ -740,12 +740,12 @@ def test_a_question_after_a_prefix_does_not_move_the_cuts_of_other_rows(lm):
             places = np.array([[len(row) + step] for row in rows])
             session.read(tokens, None, places)
             if step in (8, 69, 71):
-                held.append(kept(session.cache))
+                held.append(order_indices(session.cache))
     assert held[:3] == held[3:]
     assert [len(layer[0]) for layer in held] == [52, 113, 42] * 2
 
 
-def kept(cache):
+def order_indices(cache):
     """Order indices of the tokens that each head of each layer keeps in row 0."""
     return [head for layer in cache.layers for head in order_indices_of(layer)]
 
@@ -789,9 +789,9 @@ def test_calls_that_a_policy_does_not_define_say_what_to_do(lm):
         (QueryAgnostic, 0, "a prompt has no documents that could be cut before"),
         (QueryAware, 19, "a prompt has no question after its documents"),
     ):
-        asked = reader(lm.with_method(cache=SnapKV(tokens=8, window=4)))
+        scorer = reader(lm.with_method(cache=SnapKV(tokens=8, window=4)))
         with pytest.raises(InputError, match=message):
-            asked.with_movable([[(0, stop)]]).generate([text(1, 20)], SIX)
+            scorer.with_movable([[(0, stop)]]).generate([text(1, 20)], SIX)
     with pytest.raises(InputError, match=r"base sets question=unseen, and replug"):
         Method("base", question="unseen", replug=ReplugSplit())
     with pytest.raises(InputError, match=r"chunk=None evicts tokens at the end of a prompt"):

@@ -48,11 +48,11 @@ def logits_of(lm, sizes, prompts=(ids(1, 29), ids(2, 20)), new=3):
     positions = np.maximum(np.arange(width) - padding[:, None], 0)
     cache = cache_lib.create(lm.model.config, len(prompts), SLOTS, chunk=max(sizes), mesh=lm.mesh)
     session = Session(lm.model, lm.params, cache, lm.rotation(SLOTS))
-    found = [session.read(tokens, segments, positions, sizes=sizes)]
+    logits = [session.read(tokens, segments, positions, sizes=sizes)]
     for step in range(new):
         position = (width + step - padding)[:, None]
-        found.append(session.read(np.full(len(prompts), 7 + step, np.int32), None, position))
-    return np.array(found), session.cache
+        logits.append(session.read(np.full(len(prompts), 7 + step, np.int32), None, position))
+    return np.array(logits), session.cache
 
 
 METHODS = {
@@ -74,8 +74,8 @@ def test_prompts_by_chunks_and_new_tokens_have_the_logits_of_one_device(alone, s
         for lm in (alone, spread)
     )
     expected, _ = logits_of(one, sizes)
-    found, cache = logits_of(many, sizes)
-    np.testing.assert_allclose(found, expected, atol=2e-4)
+    actual, cache = logits_of(many, sizes)
+    np.testing.assert_allclose(actual, expected, atol=2e-4)
     for arrays, number in zip(cache.layers, cache.kind_by_layer, strict=True):
         keys, parts = arrays["keys"], cache.kinds[number].parts
         assert parts == (4 if type(cache.kinds[number]) is FullCache else 1)
@@ -84,14 +84,14 @@ def test_prompts_by_chunks_and_new_tokens_have_the_logits_of_one_device(alone, s
 
 def traffic(lowered):
     """Bytes of the results of the collectives of a program, by kind."""
-    found = {}
+    received = {}
     for instruction, _ in hlo.Module(lowered.compile().as_text()).runs():
         kind = instruction.opcode.removesuffix("-start")
         if kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
             arrays = re.findall(r"\[([\d,]*)\]", instruction.shape)
             size = sum(math.prod(map(int, filter(None, x.split(",")))) for x in arrays)
-            found.setdefault(kind, []).append(4 * size)
-    return found
+            received.setdefault(kind, []).append(4 * size)
+    return received
 
 
 @pytest.mark.parametrize("tokens", [1, pytest.param(32, marks=pytest.mark.slow)])
@@ -123,8 +123,8 @@ def test_tokens_are_written_to_the_parts_that_hold_their_slots(length):
         )
         expected = np.full(16, -1.0)
         expected[start : start + length] = new.ravel()
-        found = write(jnp.full((1, 1, 16, 1), -1.0), new, view)
-        np.testing.assert_array_equal(found.ravel(), by_part(expected, 4))
+        actual = write(jnp.full((1, 1, 16, 1), -1.0), new, view)
+        np.testing.assert_array_equal(actual.ravel(), by_part(expected, 4))
 
 
 @pytest.mark.slow
