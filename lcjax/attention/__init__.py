@@ -18,6 +18,7 @@ from lcjax.attention.cache_method import CacheMethod, KeepAll
 from lcjax.attention.cache_storage import Exact, Fp8, Int8, Storage, TurboQuant
 from lcjax.attention.candidates import Candidates, Seen
 from lcjax.attention.causal import Bidirectional, Causal, Chunked, Sliding
+from lcjax.attention.channels import Channels
 from lcjax.attention.dual_chunk import DualChunk
 from lcjax.attention.eviction import CachePolicy
 from lcjax.attention.inf_llm import InfLLM
@@ -40,6 +41,7 @@ from lcjax.attention.policies import (
     Random,
     SnapKV,
     StreamingCache,
+    ThinK,
     Tova,
 )
 from lcjax.attention.quest import Quest
@@ -52,12 +54,12 @@ from lcjax.attention.vertical_slash import VerticalSlash
 
 __all__ = [
     "H2O", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AttentionMetadata", "Bidirectional",
-    "BigBird", "CacheMethod", "CachePolicy", "Candidates", "Causal", "Chunked", "Critical",
-    "Disentangled", "DualChunk", "DuoAttention", "Exact", "ExpectedAttention", "Finch", "Fp8",
-    "HeadBudget", "HeadRates", "InfLLM", "Int8", "KVzip", "KeepAll", "KeyDiff", "Kivi", "Knorm",
-    "LMInfinite", "LagKV", "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios", "Longformer",
-    "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal", "Quest",
-    "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "Sliding", "SnapKV",
-    "SparseTransformer", "Storage", "Streaming", "StreamingCache", "Threshold", "Tova",
+    "BigBird", "CacheMethod", "CachePolicy", "Candidates", "Causal", "Channels", "Chunked",
+    "Critical", "Disentangled", "DualChunk", "DuoAttention", "Exact", "ExpectedAttention", "Finch",
+    "Fp8", "HeadBudget", "HeadRates", "InfLLM", "Int8", "KVzip", "KeepAll", "KeyDiff", "Kivi",
+    "Knorm", "LMInfinite", "LagKV", "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios",
+    "Longformer", "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal",
+    "Quest", "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "Sliding", "SnapKV",
+    "SparseTransformer", "Storage", "Streaming", "StreamingCache", "ThinK", "Threshold", "Tova",
     "TransformerXL", "TurboQuant", "VerticalSlash", "order_indices",
 ]  # fmt: skip

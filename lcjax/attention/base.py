@@ -407,6 +407,8 @@ def attend_by_head(
     index: Int[Array, "B K S"],
     pattern: Pattern,
     metadata: AttentionMetadata,
+    channels: Int[Array, "B K 1 D"] | None = None,
+    new_keys: Float[Array, "B K R H"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Computes attention over rotated keys whose tokens differ between key heads.
 
@@ -419,14 +421,16 @@ def attend_by_head(
       index: order indices of these tokens; -1: there is none.
       pattern: the pattern of the layer.
       metadata: positions and order indices of the queries, and rotation.
+      channels: numbers of the channels that `keys` [B, K, S, D] have; None: they have all.
+      new_keys: all channels of the keys of the last R slots.
     """
-    layout, arrays = metadata.layout, (q, keys, values, index)
+    layout, arrays = metadata.layout, (q, keys, values, index, channels, new_keys)
     rotation = metadata.rotation
     of_rows = metadata.q_positions, metadata.q_index, metadata.q_segments
     plain = metadata.replace(layout=None, row_indices=None, keys_rotated=True)
 
-    def local(q, keys, values, index, of_rows, rotation):
-        return _attend_folded(q, keys, values, index, of_rows, pattern, plain, rotation)
+    def local(*arrays):
+        return _attend_folded(*arrays, pattern, plain)
 
     if layout is None:
         return local(*arrays, of_rows, rotation)
@@ -438,21 +442,23 @@ def attend_by_head(
     return jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(of_queries, of_keys, of_keys, of_keys, by_row, of_rotation),
+        in_specs=(of_queries, *[of_keys] * 5, by_row, of_rotation),
         out_specs=of_queries,
         check_vma=False,
     )(*arrays, of_rows, rotation)
 
 
-def _attend_folded(q, keys, values, index, of_rows, pattern, metadata, rotation):
+def _attend_folded(
+    q, keys, values, index, channels, new_keys, of_rows, rotation, pattern, metadata
+):
     """Computes `attend_by_head` on one device."""
     rows, length, heads, size = q.shape
     kv_heads, slots = keys.shape[1:3]
     group = heads // kv_heads
     q = q.reshape(rows, length, kv_heads, group, size).swapaxes(1, 2)
     q = q.reshape(rows * kv_heads, length, group, size)
-    keys, values = jax.tree.map(
-        lambda x: x.reshape(rows * kv_heads, x.shape[2], 1, -1), (keys, values)
+    keys, values, channels, new_keys = jax.tree.map(
+        lambda x: x.reshape(rows * kv_heads, x.shape[2], 1, -1), (keys, values, channels, new_keys)
     )
     index = index.reshape(rows * kv_heads, slots)
 
@@ -471,6 +477,41 @@ def _attend_folded(q, keys, values, index, of_rows, pattern, metadata, rotation)
         q_segments=q_segments,
         k_segments=(index >= 0).astype(jnp.int32),
     )
-    out = pattern.attend(q, keys, values, metadata)
+    if channels is None:
+        out = pattern.attend(q, keys, values, metadata)
+    else:
+        out = _attend_by_channels(q, keys, values, channels, new_keys, pattern, metadata)
     out = out.reshape(rows, kv_heads, length, group, -1).swapaxes(1, 2)
     return out.reshape(rows, length, heads, -1)
+
+
+def _attend_by_channels(
+    q: Float[Array, "B T G H"],
+    keys: Float[Array, "B S 1 D"],
+    values: Float[Array, "B S 1 H"],
+    channels: Int[Array, "B 1 1 D"],
+    new_keys: Float[Array, "B R 1 H"],
+    pattern: Pattern,
+    metadata: AttentionMetadata,
+) -> Float[Array, "B T G H"]:
+    """Attends to some channels of the first keys, and to all channels of the last R ones."""
+    whole = rotate_queries(q.astype(jnp.float32), metadata.q_positions, metadata.rotation)
+    some = jnp.take_along_axis(whole, channels, axis=-1)
+    some *= (keys.shape[-1] / q.shape[-1]) ** 0.5  # logits are divided by the root of D
+    metadata = metadata.replace(rotation=no_rotation(), num_heads=q.shape[2])
+    size = keys.shape[1]
+    first = size - new_keys.shape[1]
+    # Masked, not cut off, so that the first values are not copied.
+    is_first = jnp.where(jnp.arange(size) < first, metadata.k_segments, 0)
+    of_first = metadata.replace(k_segments=is_first)
+    partials = [
+        partial_attention(some.astype(q.dtype), keys, values, one, of_first)
+        for one in pattern.passes(of_first)
+    ]
+    metadata = metadata.replace(
+        k_positions=metadata.k_positions[:, first:],
+        k_index=metadata.k_index[:, first:],
+        k_segments=metadata.k_segments[:, first:],
+        extra_partials=partials,
+    )
+    return pattern.attend(whole.astype(q.dtype), new_keys, values[:, first:], metadata)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention.cache import Arrays
+from lcjax.attention.cache import Arrays, LayerShape
 from lcjax.rope import Rotation
 from pallas_kernels import Layout
 
@@ -24,7 +24,8 @@ class Candidates(NamedTuple):
     Slots that hold tokens are in text order. Between them may be empty ones, those of padding.
     """
 
-    keys: Float[Array, "B K S H"]  # rotated to their positions; float32 if they are codes
+    # Rotated to their positions; float32 if they are codes, and 0 in channels that were dropped
+    keys: Float[Array, "B K S H"]
     values: Float[Array, "B K S H"]
     index: Int[Array, "B K S"]  # order indices of the tokens; -1: an empty slot
     tokens: Int[Array, " B"]  # tokens of each row that were read, also those that were evicted
@@ -87,6 +88,33 @@ class Seen(NamedTuple):
         largest = jnp.iinfo(jnp.int32).max
         oldest = jnp.min(jnp.where(self.index >= 0, self.index, largest), axis=-1)
         return self.slots.index >= oldest[:, None, None]
+
+
+def last_queries(number: int, layer: LayerShape) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes and dtypes of the arrays of a row with its last `number` queries."""
+    shape = (layer.num_heads, number, layer.head_dim)
+    places = jax.ShapeDtypeStruct((1, number, 1), jnp.int32)
+    # Order indices plus 1; 0: there is no query yet.
+    return {"queries": jax.ShapeDtypeStruct(shape, layer.dtype), "query_order": places}
+
+
+def observe_last_queries(seen: Seen) -> Arrays:
+    """Returns the arrays of `last_queries` after new tokens, which may come from several calls."""
+
+    def last(old, new, is_new):
+        """Returns the last of the old and the new entries [B, _, n, _] that are tokens."""
+        both = jnp.concatenate([old, new.astype(old.dtype)], axis=2)
+        # Padding may precede or follow the new tokens; it goes in front.
+        is_entry = jnp.pad(is_new, [(0, 0), (old.shape[2], 0)], constant_values=True)
+        order = jnp.argsort(is_entry, axis=-1, stable=True)[:, -old.shape[2] :]
+        return jnp.take_along_axis(both, order[:, None, :, None], axis=2)
+
+    state, is_new = seen.slots.state, seen.index >= 0
+    places = seen.index[:, None, :, None] + 1
+    return {
+        "queries": last(state["queries"], seen.queries, is_new),
+        "query_order": last(state["query_order"], places, is_new),
+    }
 
 
 def attention_by_head(

@@ -46,6 +46,7 @@ from lcjax.attention.cache import (
 from lcjax.attention.cache_method import CacheMethod
 from lcjax.attention.cache_storage import Exact, Storage
 from lcjax.attention.candidates import Candidates, Seen, on_each_device, turn
+from lcjax.attention.channels import Channels, restore_channels, take_channels
 from lcjax.errors import InputError, Interval, OneOf, PositiveInt
 from lcjax.rope import Rotation
 
@@ -90,6 +91,7 @@ class CachePolicy(CacheMethod):
     # Where kept tokens stand: at their positions in the text, or at 0, 1, 2, ... and the next token
     # behind them (StreamingLLM, section 3.2; KeyRerotation of kvpress)
     positions: Annotated[str, OneOf(("text", "consecutive"))] = "text"
+    channels: Channels | None = None  # of keys, that are dropped at the end of a prompt (ThinK)
     # In which form they are kept. Scores are those of the keys and values that attention reads.
     storage: Storage = Exact()
 
@@ -142,6 +144,8 @@ class CachePolicy(CacheMethod):
             )
 
         self._check_storage()
+        if self.channels is not None:
+            self._check_channels()
 
     def _check_layers(self) -> None:
         """Raises an InputError if fields beside `layers` would have no effect."""
@@ -169,6 +173,20 @@ class CachePolicy(CacheMethod):
                 "model.cache.positions=consecutive turns the keys that stay after every cut, and"
                 f" storage type {name} would round them each time; use positions=text"
             )
+
+    def _check_channels(self) -> None:
+        """Raises an InputError if a field is set with which channels of keys cannot be dropped."""
+        for name, has_no_form, reason in (
+            ("threshold", self.threshold is not None, "leaves tokens in their slots"),
+            ("chunk", self.chunk is not None, "cuts a text before its last queries are known"),
+            ("positions", self.positions != "text", "turns keys, which needs all channels"),
+            ("storage", not self.storage.is_exact, "codes all channels of a key together"),
+        ):
+            if has_no_form:
+                raise InputError(
+                    f"model.cache.{name}={getattr(self, name)} {reason}, and channels drops some of"
+                    f" them at the end of a prompt; leave {name} or channels out"
+                )
 
     def _check_alone(self, name: str, *others: str) -> None:
         """Raises an InputError if a way to divide what stays is set beside the field `name`."""
@@ -290,6 +308,7 @@ class CachePolicy(CacheMethod):
 
 
 _LATER = "later."  # prefix of the names of arrays of `Evicting.later`
+_CHANNELS = "channels."  # and of `CachePolicy.channels`
 
 
 @jax.tree_util.register_dataclass
@@ -356,6 +375,21 @@ class Evicting(FullCache):
         return [("", self.policy)] + ([] if self.later is None else [(_LATER, self.later)])
 
     @property
+    def _observers(self) -> list[tuple[str, CachePolicy | Channels]]:
+        """What has arrays of its own, with the prefix of their names."""
+        channels = self.policy.channels
+        is_choosing = channels is not None and not self._has_dropped_channels
+        return self._policies + ([(_CHANNELS, channels)] if is_choosing else [])
+
+    @property
+    def _has_dropped_channels(self) -> bool:
+        """Whether `keys` have some channels, and `new_keys` all of the tokens since the last cut.
+
+        The slots of these tokens are those from `num_kept` on.
+        """
+        return self.policy.channels is not None and not self.is_prompt
+
+    @property
     def _moved(self) -> tuple[str, ...]:
         """The names of arrays with one entry for each slot."""
         return (*self.storage.names, "order", *self._numbers)
@@ -392,7 +426,9 @@ class Evicting(FullCache):
         return fitted, fitted.slots
 
     def _keeps_all_of(self, policy: CachePolicy, length: int) -> bool:
-        """Returns whether `policy` evicts nothing of a text of `length` tokens."""
+        """Returns whether `policy` loses nothing of a text of `length` tokens."""
+        if policy.channels is not None:
+            return False
         if policy.threshold is not None:
             return length <= policy.threshold.window
         return bool((policy.budgets(length, self.layer) == np.arange(length + 1)).all())
@@ -431,17 +467,31 @@ class Evicting(FullCache):
 
     def after_prompt(self, length: int) -> tuple[LayerCache, int]:
         fitted, slots = self.fit(length, None)
-        is_cut = not fitted.keeps_all and fitted.cuts_prompts
-        return fitted, fitted.num_kept if is_cut else slots
+        if fitted.keeps_all or not fitted.cuts_prompts:
+            return fitted, slots
+        return dataclasses.replace(fitted, is_prompt=False), fitted.num_kept
+
+    def read_arrays(self, layer, length, tokens, devices=1):
+        is_prompt = self.acts_on_prompt and tokens > 1
+        kind = dataclasses.replace(self, length=length, is_prompt=is_prompt)
+        return kind.arrays(layer, kind.num_visible(length, tokens))
 
     def arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
         order = jax.ShapeDtypeStruct((layer.num_kv_heads, slots, 1), jnp.int32)
         each_slot = jax.ShapeDtypeStruct(order.shape, jnp.float32)
         policy_arrays = dict.fromkeys(self._numbers, each_slot)
-        for prefix, policy in self._policies:
-            state = policy.state(layer)
+        for prefix, observer in self._observers:
+            state = observer.state(layer)
             policy_arrays |= {prefix + name: array for name, array in state.items()}
-        return super().arrays(layer, slots) | {"order": order} | policy_arrays
+        stored = super().arrays(layer, slots)
+        if self._has_dropped_channels:
+            heads, dtype = layer.num_kv_heads, layer.dtype
+            width = self.policy.channels.num_kept(layer.head_dim)
+            shape = heads, slots - self.num_kept, layer.head_dim
+            stored["keys"] = jax.ShapeDtypeStruct((heads, slots, width), dtype)
+            stored["new_keys"] = jax.ShapeDtypeStruct(shape, dtype)
+            stored["channels"] = jax.ShapeDtypeStruct((heads, 1, width), jnp.int32)
+        return stored | {"order": order} | policy_arrays
 
     def shared(self, rows: int, slots: int) -> _Fill:
         count, whether = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.int32, jnp.bool_))
@@ -500,7 +550,8 @@ class Evicting(FullCache):
             norms = value_norms(v, metadata.output_kernel, metadata.layout)[..., None]
             arrays["value_norms"] = write_tokens(arrays["value_norms"], norms, view)
         order = arrays["order"][..., 0] - 1
-        out = attend_by_head(q, *self.storage.read(arrays), order, pattern, metadata)
+        pair, some = self.storage.read(arrays), (arrays.get("channels"), arrays.get("new_keys"))
+        out = attend_by_head(q, *pair, order, pattern, metadata, *some)
         read = Prompt(after, metadata.rotation, layout=metadata.layout)
         arrays, cuts = self._observe(arrays, q, view, metadata, read), self._cuts_after(new)
 
@@ -514,7 +565,7 @@ class Evicting(FullCache):
     def _observe(self, arrays: Arrays, q, view: View, metadata, read: Prompt) -> Arrays:
         """Returns arrays with those that policies compute of the new tokens."""
         new = view.new
-        for prefix, policy in self._policies:
+        for prefix, observer in self._observers:
             seen = Seen(
                 queries=rotate_queries(q, metadata.q_positions, metadata.rotation).swapaxes(1, 2),
                 unrotated=q.swapaxes(1, 2),
@@ -524,9 +575,21 @@ class Evicting(FullCache):
                 output_kernel=metadata.output_kernel,
                 input_norms=metadata.input_norms,
             )
-            observed = policy.observe(seen)
+            observed = observer.observe(seen)
             arrays = arrays | {prefix + name: array for name, array in observed.items()}
         return arrays
+
+    def append(self, arrays, k, v, pattern, view, metadata):
+        if not self._has_dropped_channels:
+            return super().append(arrays, k, v, pattern, view, metadata)
+        k = metadata.rotation.rotate(k, pattern.key_positions(metadata.q_positions, view.new.index))
+        some = take_channels(k.swapaxes(1, 2), arrays["channels"], metadata.layout).swapaxes(1, 2)
+        new_view = dataclasses.replace(view, start=view.start - self.num_kept)
+        return {
+            "keys": write_tokens(arrays["keys"], some, view),
+            "values": write_tokens(arrays["values"], v, view),
+            "new_keys": write_tokens(arrays["new_keys"], k, new_view),
+        }
 
     def key_metadata(self, view):
         return {}  # the tokens of a slot differ between layers and heads
@@ -534,6 +597,11 @@ class Evicting(FullCache):
     def _candidates(self, arrays: Arrays, prompt: Prompt, prefix: str = "") -> Candidates:
         index = arrays["order"][..., 0] - 1
         keys, values = self.storage.decode(arrays)
+        if self._has_dropped_channels:
+            new, size = arrays["new_keys"], values.shape[-1]
+            keys = keys[:, :, : keys.shape[2] - new.shape[2]]
+            keys = restore_channels(keys, arrays["channels"], size, prompt.layout)
+            keys = jnp.concatenate([keys, new], axis=2)
         layer, _ = self.layer or (0, 1)
         return Candidates(
             keys=keys,
@@ -609,7 +677,19 @@ class Evicting(FullCache):
                     state = _of_prefix(arrays, prefix)
                     moved = observer.move(state, -evicted, prompt.rotation)
                     arrays = arrays | {prefix + name: array for name, array in moved.items()}
-            return arrays | _resize(survivors, arrays["order"].shape[2])
+            survivors = _resize(survivors, arrays["order"].shape[2])
+            if policy.channels is not None and not self._has_dropped_channels:
+                return self._drop_channels(arrays | survivors, prompt)
+            return arrays | survivors
+
+    def _drop_channels(self, arrays: Arrays, prompt: Prompt) -> Arrays:
+        """Returns arrays whose keys have only the channels that the policy chooses."""
+        state, is_token = _of_prefix(arrays, _CHANNELS), arrays["order"][..., 0] > 0
+        channels = self.policy.channels.choose(state, arrays["keys"], is_token)
+        arrays = {name: x for name, x in arrays.items() if not name.startswith(_CHANNELS)}
+        new_keys = jnp.zeros_like(arrays["keys"][:, :, self.num_kept :])
+        keys = take_channels(arrays["keys"], channels, prompt.layout)
+        return arrays | {"keys": keys, "channels": channels, "new_keys": new_keys}
 
     def _counts(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
         """Returns how many tokens heads keep of the `tokens` read, if they keep equally many."""
@@ -673,18 +753,24 @@ class Evicting(FullCache):
 
     def with_extra_slots(self, arrays, slots, tokens):
         size = whole_blocks(arrays["order"].shape[2] + tokens)
-        resized = _resize({name: arrays[name] for name in self._moved}, size)
-        return dataclasses.replace(self, slots=size, longest=tokens), arrays | resized, slots
+        after = dataclasses.replace(self, slots=size, longest=tokens)
+        return after, after._with_slots(arrays), slots
 
     def extend_slots(self, arrays, slots, read, new, chunk):
         # Later cuts count the tokens that follow, too.
         after = dataclasses.replace(self, length=self.length + read + new)
         after = after._between_cuts(read + new, read + min(new, max(chunk, self.policy.every)))
+        if after._has_dropped_channels:  # `new_keys` are those of the slots behind `num_kept`
+            slots = dataclasses.replace(slots, used=jnp.full_like(slots.used, after.num_kept))
         return after, after._with_slots(arrays), slots
 
     def _with_slots(self, arrays: Arrays) -> Arrays:
         """Returns arrays of `slots` slots."""
-        return arrays | _resize({name: arrays[name] for name in self._moved}, self.slots)
+        resized = _resize({name: arrays[name] for name in self._moved}, self.slots)
+        if self._has_dropped_channels:
+            new = {"new_keys": arrays["new_keys"]}
+            resized |= _resize(new, self.slots - self.num_kept)
+        return arrays | resized
 
     def _after_prompt(self, arrays: Arrays) -> tuple[Evicting, Arrays]:
         """Returns the cache under the policy `later`, and the arrays that this one computed."""

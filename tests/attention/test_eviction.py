@@ -21,6 +21,8 @@ from lcjax.attention.budgets import (
     Threshold,
 )
 from lcjax.attention.cache import FullCache, LayerCache, LayerShape, Prompt, Tokens
+from lcjax.attention.cache_storage import Int8
+from lcjax.attention.channels import Channels
 from lcjax.attention.eviction import CachePolicy, Evicting
 from lcjax.attention.policies import (
     H2O,
@@ -344,6 +346,7 @@ def policies():
     yield SnapKV(ratio=0.6, every=4, window=6, heads=AdaptiveHeads(most=1.5), pooling="max")
     yield SnapKV(tokens=24, every=4, window=6, positions="consecutive")
     yield H2O(tokens=24, every=4, recent=4, critical=Critical(), heads=AdaptiveHeads())
+    yield KeyDiff(tokens=24, every=4, channels=Channels(0.3, window=6), heads=AdaptiveHeads())
 
 
 POLICIES = list(policies())
@@ -396,6 +399,8 @@ def is_first_of_its_arrays(policy):
     kind = type(policy)
     if not isinstance(policy, CachePolicy):
         return policy in (METHODS[1], METHODS[3])
+    if policy.channels is not None:
+        return policy.heads is not None
     if policy.span or policy.heads or policy.critical:
         return policy.critical is not None or policy.span is not None
     return kind in (SnapKV, ExpectedAttention, LagKV, Finch) and policy == kind(
@@ -404,7 +409,7 @@ def is_first_of_its_arrays(policy):
 
 
 def can_be_cut_by_chunk(policy):
-    return policy.cuts_text and getattr(policy, "part", None) is None
+    return policy.cuts_text and policy.channels is getattr(policy, "part", None) is None
 
 
 @pytest.mark.parametrize("policy", each_method(POLICIES + METHODS, is_first_of_its_arrays))
@@ -514,7 +519,7 @@ def test_chunks_are_cut_one_after_the_other(policy):
 
 def test_a_ratio_of_zero_is_the_full_cache():
     for policy in POLICIES:
-        if policy.layers is None:
+        if policy.layers is policy.channels is None:
             whole = dataclasses.replace(policy, tokens=None, threshold=None, ratio=0.0)
             assert Evicting(whole).fit(64, 16) == (FullCache(), 64)
 
@@ -563,6 +568,12 @@ def rates_of(heads, columns):
             "keeps the last 8 tokens .* tokens=4",
         ),
         (lambda: Knorm(threshold=Threshold(0.0), span=2), "threshold leaves nothing to divide"),
+        (
+            lambda: Knorm(tokens=4, chunk=8, channels=Channels()),
+            "chunk=8 .* leave chunk or channels",
+        ),
+        (lambda: Knorm(tokens=4, storage=Int8(), channels=Channels()), "storage=Int8.* codes all"),
+        (lambda: Phases(Knorm(tokens=4, channels=Channels())), "generation.channels drops .* all"),
         (lambda: LagKVOriginal(tokens=4), "lagkv_original evicts a share of each part"),
         (lambda: Phases(KeepAll()), "generation=KeepAll.* must be a policy that evicts tokens"),
         (lambda: Phases(Knorm(tokens=4, chunk=8)), "generation.chunk=8 .* leave chunk out"),

@@ -17,7 +17,7 @@ from small_norm import SmallNorm
 
 import lcjax
 from lcjax import cost
-from lcjax.attention import CachePolicy, Critical, Landmark, Sliding, Threshold
+from lcjax.attention import CachePolicy, Channels, Critical, Landmark, Sliding, Threshold
 from lcjax.attention.budgets import AcrossLayers, AdaptiveHeads, LayerRatios
 from lcjax.attention.cache import FullCache, Prompt
 from lcjax.attention.policies import (
@@ -32,6 +32,7 @@ from lcjax.attention.policies import (
     Phases,
     SnapKV,
     StreamingCache,
+    ThinK,
     Tova,
 )
 from lcjax.checkpoints import ByteTokenizer, load_config
@@ -58,6 +59,10 @@ from lcjax.training import run as train
 TINY = preset("tiny")
 SIX = Sampling(max_new_tokens=6, min_new_tokens=6)
 DUO = DuoAttention(head_file([[0.9, 0.1], [0.2, 0.8]]), sinks=3, recent=17, every=4)
+
+# Channels of keys are dropped, of those that stay or of all.
+THIN = Knorm(ratio=0.5, every=4, channels=Channels(window=8))
+THINK = ThinK(every=4, channels=Channels(window=8))
 
 
 def named(policy):
@@ -120,6 +125,7 @@ CUT = {  # case: policy
     "finch.rerotated": Finch(ratio=0.5, window=12),
     "finch.chunks": Finch(ratio=0.5, window=8, part=20, positions="text"),
     "rerotation.snapkv": SnapKV(ratio=0.5, window=8, pool=5, positions="consecutive"),
+    "think.half": ThinK(channels=Channels(0.5, window=16)),
 }
 
 
@@ -141,6 +147,9 @@ def test_a_cut_prompt_gives_the_logits_of_the_released_code(golden_lm, case):
         for row, head in np.ndindex(order.shape[:2]):
             actual = order[row, head][order[row, head] > 0] - 1
             np.testing.assert_array_equal(actual, np.flatnonzero(mask[row, head]))
+    for layer, is_kept in zip(session.cache.layers, arrays.get(f"{case}.channels", ())):
+        expected = np.argwhere(is_kept)[:, -1].reshape(layer["channels"].shape)
+        np.testing.assert_array_equal(layer["channels"], expected)
     for step, token in enumerate(rest.T):
         logits = session.read(token, None, np.full((len(token), 1), prompts.shape[1] + step))
         np.testing.assert_allclose(logits, arrays[f"{case}.logits"][:, step], atol=2e-4)
@@ -284,6 +293,8 @@ POLICIES = [
             Phases(Knorm(tokens=20, every=2)),
             Knorm(threshold=Threshold(-6.0, window=8)),
             LagKVOriginal(ratio=0.5, sinks=2, lag=8),
+            THIN,
+            THINK,
         )
     ),
 ]
@@ -374,6 +385,19 @@ def test_memory_after_a_prompt_is_that_of_the_survivors(lm):
     assert other.kv_cache_bytes < one.kv_cache_bytes * (192 / 4096) * 1.1
 
 
+def test_keys_of_a_cut_prompt_have_the_channels_that_stay(lm):
+    each = 8 * 4 + 16 * 4 + 4  # half of the channels of a key, a value and an order index
+    thin = lm.with_method(cache=THIN)
+    assert thin.cache_bytes(1024) == 2 * 2 * (512 * each + 8 * 4)
+    read = cost.resources.read_cache_bytes(thin.config, 1024)
+    assert read == 2 * 2 * ((512 + 4) * each + 8 * 4 + 4 * 16 * 4)
+    session = read_session(thin, [text(1, 60)], 100)
+    for layer in session.cache.layers:
+        slots = layer["values"].shape[2]
+        assert layer["keys"].shape == (1, 2, slots, 8)
+        assert layer["new_keys"].shape == (1, 2, slots - 80, 16)
+
+
 def test_streaming_heads_have_slots_for_the_tokens_that_they_keep(lm):
     config, method = lm.config, dataclasses.replace(DUO, chunk=64)
     full = cost.generation_memory(config, 4096, 1, Mesh(fsdp=1)).cache
@@ -443,6 +467,7 @@ def test_generated_tokens_are_evicted_every_few_steps(lm):
             KVzip(tokens=20, part=32, normalized=True), marks=pytest.mark.slow, id="kvzip"
         ),
         pytest.param(DUO, marks=pytest.mark.slow),
+        pytest.param(THIN, marks=pytest.mark.slow),
     ],
     ids=named,
 )
@@ -590,6 +615,7 @@ def order_indices_of(layer):
                 Phases(Knorm(tokens=24, every=4), KeyDiff(ratio=0.5)),
                 KVzip(ratio=0.5, part=32),
                 DUO,
+                THIN,
             )
         ),
     ],
@@ -631,6 +657,7 @@ def test_a_conversation_keeps_a_prompt_that_loses_nothing(lm, prompt):
         pytest.param(KVzip(ratio=0.5, part=48), marks=pytest.mark.slow, id="kvzip"),
         pytest.param(DUO, marks=pytest.mark.slow),
         pytest.param(Phases(Knorm(tokens=40, every=2), KeyDiff(ratio=0.3)), marks=pytest.mark.slow),
+        pytest.param(THIN, marks=pytest.mark.slow),
     ],
     ids=named,
 )

@@ -3,7 +3,7 @@
 from lcjax.attention.policies.attention_sums import H2O, ObservedAttention
 from lcjax.attention.policies.duo_attention import DuoAttention
 from lcjax.attention.policies.expected_attention import ExpectedAttention
-from lcjax.attention.policies.key_geometry import KeyDiff, Knorm, Random, StreamingCache
+from lcjax.attention.policies.key_geometry import KeyDiff, Knorm, Random, StreamingCache, ThinK
 from lcjax.attention.policies.kvzip import KVzip
 from lcjax.attention.policies.lagkv import LagKV, LagKVOriginal
 from lcjax.attention.policies.last_queries import Finch, SnapKV, Tova
@@ -11,5 +11,6 @@ from lcjax.attention.policies.phases import Phases
 
 __all__ = [
     "H2O", "DuoAttention", "ExpectedAttention", "Finch", "KVzip", "KeyDiff", "Knorm", "LagKV",
-    "LagKVOriginal", "ObservedAttention", "Phases", "Random", "SnapKV", "StreamingCache", "Tova",
+    "LagKVOriginal", "ObservedAttention", "Phases", "Random", "SnapKV", "StreamingCache", "ThinK",
+    "Tova",
 ]  # fmt: skip

@@ -1,12 +1,14 @@
-"""Policies that read keys and places alone: random, knorm, keydiff, streaming."""
+"""Policies that read keys and places alone: random, knorm, keydiff, streaming, think."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
+from lcjax.attention.channels import Channels
 from lcjax.attention.eviction import CachePolicy
-from lcjax.errors import InputError, NonNegativeInt
+from lcjax.errors import InputError, Interval, NonNegativeInt
 
 
 @CachePolicy.register_subclass("random")
@@ -83,3 +85,20 @@ class StreamingCache(CachePolicy):
     def score(self, slots):
         # After a cut by another policy, these are the first tokens that are left.
         return jnp.where(slots.ranks < self.sinks, jnp.inf, slots.index)
+
+
+@CachePolicy.register_subclass("think")
+@dataclass(frozen=True)
+class ThinK(CachePolicy):
+    """Keeps all tokens, and some channels of their keys (Xu et al. 2024, arXiv 2407.21018).
+
+    Any other policy drops channels of the keys that it keeps if it has `channels`.
+    """
+
+    examples = ({"channels": Channels(window=8)},)
+
+    ratio: Annotated[float, Interval(least=0, most=0)] = 0.0  # of tokens; none is evicted
+    channels: Channels = Channels()
+
+    def score(self, slots):
+        return slots.index

@@ -10,7 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.budgets import in_parts, part_budgets
-from lcjax.attention.candidates import Candidates, attention_by_head, turn
+from lcjax.attention.candidates import (
+    Candidates,
+    attention_by_head,
+    last_queries,
+    observe_last_queries,
+    turn,
+)
 from lcjax.attention.eviction import CachePolicy
 from lcjax.errors import InputError, OneOf, PositiveInt
 
@@ -24,26 +30,10 @@ class LastQueries(CachePolicy):
         """The number of last queries."""
 
     def state(self, layer):
-        shape = (layer.num_heads, self.num_queries, layer.head_dim)
-        places = jax.ShapeDtypeStruct((1, self.num_queries, 1), jnp.int32)
-        # Order indices plus 1; 0: there is no query yet.
-        return {"queries": jax.ShapeDtypeStruct(shape, layer.dtype), "query_order": places}
+        return last_queries(self.num_queries, layer)
 
     def observe(self, seen):
-        def last(old, new, is_new):
-            """Returns the last of the old and the new entries [B, _, n, _] that are tokens."""
-            both = jnp.concatenate([old, new.astype(old.dtype)], axis=2)
-            # Padding may precede or follow the new tokens; it goes in front.
-            is_entry = jnp.pad(is_new, [(0, 0), (old.shape[2], 0)], constant_values=True)
-            order = jnp.argsort(is_entry, axis=-1, stable=True)[:, -old.shape[2] :]
-            return jnp.take_along_axis(both, order[:, None, :, None], axis=2)
-
-        state, is_new = seen.slots.state, seen.index >= 0
-        places = seen.index[:, None, :, None] + 1
-        return {
-            "queries": last(state["queries"], seen.queries, is_new),
-            "query_order": last(state["query_order"], places, is_new),
-        }
+        return observe_last_queries(seen)
 
     def move(self, state, by, rotation):
         queries = state["queries"].swapaxes(1, 2)

@@ -44,6 +44,11 @@ class Phases(CacheMethod):
                     f"model.cache.{name}={policy!r:.60} cuts at the end of prompts alone; use it"
                     " without type=phases"
                 )
+            if policy.channels is not None:
+                raise InputError(
+                    f"model.cache.{name}.channels drops channels of all keys at the end of a"
+                    " prompt, and type=phases keeps the keys of two policies; leave channels out"
+                )
             if policy.chunk is not None:
                 raise InputError(
                     f"model.cache.{name}.chunk={policy.chunk} cuts a text while it is read, and"
