@@ -39,6 +39,7 @@ from lcjax.attention.policies import (
     ObservedAttention,
     Phases,
     Random,
+    SimLayerKV,
     SnapKV,
     StreamingCache,
     ThinK,
@@ -59,7 +60,7 @@ __all__ = [
     "Fp8", "HeadBudget", "HeadRates", "InfLLM", "Int8", "KVzip", "KeepAll", "KeyDiff", "Kivi",
     "Knorm", "LMInfinite", "LagKV", "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios",
     "Longformer", "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal",
-    "Quest", "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "Sliding", "SnapKV",
-    "SparseTransformer", "Storage", "Streaming", "StreamingCache", "ThinK", "Threshold", "Tova",
-    "TransformerXL", "TurboQuant", "VerticalSlash", "order_indices",
+    "Quest", "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "SimLayerKV", "Sliding",
+    "SnapKV", "SparseTransformer", "Storage", "Streaming", "StreamingCache", "ThinK", "Threshold",
+    "Tova", "TransformerXL", "TurboQuant", "VerticalSlash", "order_indices",
 ]  # fmt: skip

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from lcjax.attention.cache_storage import Arrays, Exact, LayerShape, Storage
 from lcjax.errors import InputError
@@ -98,6 +98,8 @@ class LayerCache(abc.ABC):
     evicts: ClassVar[bool] = False  # whether a policy chooses which tokens stay
     # Whether layers share what stays at the end of a prompt (`end_prompt`)
     shares_across_layers: ClassVar[bool] = False
+    # Whether the slots that the end of a prompt leaves depend on its text (`needs_few`)
+    depends_on_text: ClassVar[bool] = False
     differs_by_layer: ClassVar[bool] = False  # whether `for_layer` depends on the layer
     stores_by_layer: ClassVar[bool] = False  # whether `with_storage_of` depends on the layer
     # Whether `attend` needs `metadata.output_kernel` and `input_norms`
@@ -193,6 +195,19 @@ class LayerCache(abc.ABC):
     def key_metadata(self, view: View) -> dict[str, Any]:
         """Returns the fields of `AttentionMetadata` that describe the keys in shared slots."""
         return {}
+
+    def needs_few(self, arrays: Arrays, prompt: Prompt) -> Bool[Array, ""]:
+        """Returns whether few slots are enough for all rows at the end of a prompt.
+
+        Args:
+          arrays: those of a layer that `depends_on_text`.
+          prompt: what was read.
+        """
+        raise NotImplementedError
+
+    def with_few(self, needs_few: bool) -> LayerCache:
+        """Returns the cache that the end of the prompt leaves few slots, or as many as may be."""
+        return self
 
     def end_prompt(
         self,

@@ -285,6 +285,26 @@ class CachePolicy(CacheMethod):
             return np.minimum(heads * self.tokens, read)
         return read - (read * self.ratio).astype(np.int64)
 
+    def loses_nothing(self, length: int, layer: tuple[int, int] | None) -> bool:
+        """Returns whether a text of `length` tokens stays whole; `layer` is as in `budgets`."""
+        if self.channels is not None:
+            return False
+        if self.threshold is not None:
+            return length <= self.threshold.window
+        return bool((self.budgets(length, layer) == np.arange(length + 1)).all())
+
+    @property
+    def lazy_tokens(self) -> int | None:
+        """How many tokens heads keep in layers that a text makes lazy (`is_lazy`); None: no such.
+
+        It does not depend on the length of a text.
+        """
+        return None
+
+    def is_lazy(self, slots: Candidates) -> Bool[Array, " B"]:
+        """Returns for which rows a layer keeps `lazy_tokens` tokens only."""
+        return jnp.zeros(slots.tokens.shape, bool)
+
     def readings(
         self, text: Sequence[int], start: int, encode: Callable[[str], Sequence[int]]
     ) -> list[Reading]:
@@ -344,6 +364,7 @@ class Evicting(FullCache):
     is_prompt: bool = False  # whether nothing is evicted before the prompt ends
     # The policy from the end of the first prompt on; None: `policy`. Until then both observe.
     later: CachePolicy | None = None
+    is_lazy: bool = False  # whether every row keeps at most `policy.lazy_tokens`
     cuts_prompts: bool = True  # whether prompts are cut at their end
     held: int = 0  # slots that may be in use when a prompt has ended
 
@@ -363,6 +384,26 @@ class Evicting(FullCache):
     def _frees_slots(self) -> bool:
         """Whether cuts while a text is read by chunks or generated make space for its tokens."""
         return self.policy.threshold is None and self.policy.cuts_text
+
+    @property
+    def _packs_slots(self) -> bool:
+        """Whether a cut leaves as many slots in use as the longest row has tokens.
+
+        Otherwise it leaves `num_kept`, which may be all tokens. It needs slots that no other layer
+        shares, and of which no later cut depends.
+        """
+        return self.policy.lazy_tokens is not None and self.policy.channels is None
+
+    @property
+    def depends_on_text(self) -> bool:
+        return self.acts_on_prompt and self.policy.lazy_tokens is not None
+
+    def needs_few(self, arrays, prompt):
+        is_few = prompt.tokens <= self.policy.lazy_tokens
+        return (is_few | self.policy.is_lazy(self._candidates(arrays, prompt))).all()
+
+    def with_few(self, needs_few):
+        return dataclasses.replace(self, is_lazy=needs_few)
 
     @property
     def shares_across_layers(self) -> bool:
@@ -417,21 +458,13 @@ class Evicting(FullCache):
                 "model.cache: exact=True rotates keys again while the text grows, and a cache that"
                 " evicts tokens keeps them rotated; leave one of the two out"
             )
-        if all(self._keeps_all_of(policy, length) for _, policy in self._policies):
+        if all(policy.loses_nothing(length, self.layer) for _, policy in self._policies):
             return FullCache(storage=self.storage), length
         fitted = dataclasses.replace(self, length=length)
         if self.acts_on_prompt:
             return dataclasses.replace(fitted, slots=length, longest=length, is_prompt=True), length
         fitted = fitted._between_cuts(length, min(self.policy.chunk, length))
         return fitted, fitted.slots
-
-    def _keeps_all_of(self, policy: CachePolicy, length: int) -> bool:
-        """Returns whether `policy` loses nothing of a text of `length` tokens."""
-        if policy.channels is not None:
-            return False
-        if policy.threshold is not None:
-            return length <= policy.threshold.window
-        return bool((policy.budgets(length, self.layer) == np.arange(length + 1)).all())
 
     @functools.cached_property  # the table of a million tokens takes tens of milliseconds
     def num_kept(self) -> int:
@@ -441,6 +474,8 @@ class Evicting(FullCache):
         padding of a row.
         """
         policy, most = self.policy, int(self.policy.budgets(self.length, self.layer).max())
+        if self.is_lazy:
+            most = min(most, policy.lazy_tokens)
         if policy.heads is not None:
             most = math.ceil(policy.heads.most * most)
         if policy.span is not None:
@@ -455,7 +490,8 @@ class Evicting(FullCache):
                 between = min(new, max(longest, self.policy.every))
         else:  # no slot is used again
             between, held = (new, self.held) if self.held else (self.length, 0)
-        slots = whole_blocks(held + between)
+        slots = held + between
+        slots = whole_blocks(min(slots, self.length) if self._packs_slots else slots)
         return dataclasses.replace(self, slots=slots, longest=longest, is_prompt=False, held=held)
 
     def num_visible(self, length: int, tokens: int) -> int:
@@ -650,7 +686,7 @@ class Evicting(FullCache):
             if policy.heads is not None:
                 scores = policy.heads.protect(scores, slots)
             if counts is None:
-                counts = jnp.broadcast_to(self._counts(prompt.tokens)[:, None], scores.shape[:2])
+                counts = jnp.broadcast_to(self._counts(slots)[:, None], scores.shape[:2])
                 if policy.heads is not None:
                     layer = self.layer or (0, 1)
                     counts = policy.heads.counts(scores, counts, self.num_kept, slots, layer)
@@ -660,7 +696,9 @@ class Evicting(FullCache):
             if policy.span is not None:
                 budget = policy.span, policy.tokens, policy.ratio, self.length
                 scores, counts = in_spans(slots, scores, *budget)
-            choose = functools.partial(_best_places, most=self.num_kept)
+            choose = functools.partial(
+                _best_places, most=self.num_kept, from_first=self._packs_slots
+            )
             places = on_each_device(choose, prompt.layout, scores, counts[..., None])[..., None]
 
             def gather(x):
@@ -691,8 +729,16 @@ class Evicting(FullCache):
         keys = take_channels(arrays["keys"], channels, prompt.layout)
         return arrays | {"keys": keys, "channels": channels, "new_keys": new_keys}
 
-    def _counts(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Returns how many tokens heads keep of the `tokens` read, if they keep equally many."""
+    def _counts(self, slots: Candidates) -> Int[Array, " B"]:
+        """Returns how many tokens the heads of each row keep, if they keep equally many."""
+        counts, few = self._budgets(slots.tokens), self.policy.lazy_tokens
+        if few is None:
+            return counts
+        is_lazy = True if self.is_lazy else self.policy.is_lazy(slots)
+        return jnp.where(is_lazy, jnp.minimum(counts, few), counts)
+
+    def _budgets(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Returns `policy.budgets` of the `tokens` read."""
         policy = self.policy
         if policy.ratio is None and policy.layers is None:
             return jnp.minimum(tokens, policy.tokens)
@@ -740,7 +786,10 @@ class Evicting(FullCache):
         after, arrays = self._after_prompt(arrays)
         slots = dataclasses.replace(slots, since=jnp.zeros_like(slots.since))
         if cuts and self.policy.threshold is None:
-            slots = dataclasses.replace(slots, used=jnp.full_like(slots.used, self.num_kept))
+            used = self.num_kept
+            if self._packs_slots:
+                used = (arrays["order"] > 0).sum(-2, dtype=jnp.int32).max()
+            slots = dataclasses.replace(slots, used=jnp.full_like(slots.used, used))
             after = dataclasses.replace(after, held=self.num_kept)
         elif new < self.length:  # tokens stay in their slots
             after = dataclasses.replace(after, held=self.length - new)
@@ -792,13 +841,20 @@ def _of_prefix(arrays: Arrays, prefix: str) -> Arrays:
 
 
 def _best_places(
-    scores: Float[Array, "B K S"], counts: Int[Array, "B K 1"], most: int
+    scores: Float[Array, "B K S"], counts: Int[Array, "B K 1"], most: int, from_first: bool
 ) -> Int[Array, "B K M"]:
-    """Returns the slots of the `counts` greatest scores above -inf, in text order, behind -1."""
+    """Returns the slots of the `counts` greatest scores above -inf, in text order.
+
+    Entries of -1 stand before them, or behind them if they are to be `from_first` on.
+    """
     # Of equal scores, `top_k` takes the first ones.
     best, places = jax.lax.top_k(scores[..., ::-1], min(most, scores.shape[-1]))
     stays = (jnp.arange(best.shape[-1]) < counts) & (best > -jnp.inf)
-    return jnp.sort(jnp.where(stays, scores.shape[-1] - 1 - places, -1), axis=-1)
+    size = scores.shape[-1]
+    if not from_first:
+        return jnp.sort(jnp.where(stays, size - 1 - places, -1), axis=-1)
+    places = jnp.sort(jnp.where(stays, size - 1 - places, size), axis=-1)
+    return jnp.where(places < size, places, -1)
 
 
 def _resize(arrays: Arrays, slots: int) -> Arrays:

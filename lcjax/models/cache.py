@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Bool, Int, Num
 
 from lcjax.attention.cache import (
     LayerCache,
@@ -220,7 +221,8 @@ def abstract_after_prompt(
     """Returns the abstract cache of a prompt of `length` tokens after `end_prompt(new=new)`."""
     cache = abstract_cache(config, batch, length, chunk=chunk, mesh=mesh)
     rotations = tuple(map(rotation.of_kind, config.kind_by_layer))
-    cache = jax.eval_shape(lambda *args: end_prompt(*args, new, 1), cache, rotations)
+    end = functools.partial(_end_prompt, new=new, chunk=1, mesh=None, question=None)
+    cache = jax.eval_shape(end, cache, rotations)
     return _with_shardings(cache, mesh)
 
 
@@ -535,7 +537,35 @@ def end_prompt(
     """
     if not any(kind.acts_on_prompt for kind in cache.kinds):
         return cache
+    if any(kind.depends_on_text for kind in cache.kinds):
+        needs_few = np.asarray(_needs_few(cache, rotations, mesh))
+        kinds = list(cache.kinds)
+        for number, is_few in zip(cache.kind_by_layer, needs_few.tolist(), strict=False):
+            kinds[number] = kinds[number].with_few(is_few)
+        cache = dataclasses.replace(cache, kinds=tuple(kinds))
     return _end_prompt(cache, rotations, new, chunk, mesh, question)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _needs_few(
+    cache: Cache, rotations: Sequence[Rotation], mesh: jax.sharding.Mesh | None
+) -> Bool[Array, " L"]:
+    """Returns which layers need few slots at the end of a prompt (`LayerCache.needs_few`)."""
+    layout = attention_layout(mesh)
+    prompts = [Prompt(cache.tokens, rotation, layout=layout) for rotation in rotations]
+    kinds = [cache.kinds[number] for number in cache.kind_by_layer]
+    layers = cache.layers
+    if cache.is_stacked:
+        layers = [jax.tree.map(operator.itemgetter(i), layers) for i in range(len(kinds))]
+    needs_few = jnp.stack(
+        [
+            kind.needs_few(arrays, prompt) if kind.depends_on_text else jnp.zeros((), bool)
+            for kind, arrays, prompt in zip(kinds, layers, prompts, strict=True)
+        ]
+    )
+    if mesh is None:
+        return needs_few
+    return jax.lax.with_sharding_constraint(needs_few, NamedSharding(mesh, PartitionSpec()))
 
 
 def write_packed(cache: Cache, key_values: Any) -> Cache:

@@ -36,6 +36,7 @@ from lcjax.attention.policies import (
     LagKVOriginal,
     ObservedAttention,
     Phases,
+    SimLayerKV,
     SnapKV,
     StreamingCache,
     Tova,
@@ -484,6 +485,9 @@ def check_budget(policy, lengths, total):
         return
     if isinstance(policy, Phases):
         policy = policy.prompt or Knorm(tokens=total)
+    if policy.lazy_tokens is not None:
+        assert lengths == [policy.lazy_tokens] * len(lengths)
+        return
     if policy.threshold is not None:
         assert all(policy.threshold.window < length < total for length in lengths)
         return
@@ -519,7 +523,7 @@ def test_chunks_are_cut_one_after_the_other(policy):
 
 def test_a_ratio_of_zero_is_the_full_cache():
     for policy in POLICIES:
-        if policy.layers is policy.channels is None:
+        if policy.layers is policy.channels is policy.lazy_tokens is None:
             whole = dataclasses.replace(policy, tokens=None, threshold=None, ratio=0.0)
             assert Evicting(whole).fit(64, 16) == (FullCache(), 64)
 
@@ -587,6 +591,12 @@ def rates_of(heads, columns):
         (lambda: Knorm(ratio=0.5, span=10, layers=Pyramid()), "span=10 .* one of span and"),
         (lambda: Finch(ratio=0.5, part=20, chunk=8), "chunk=8 .* one of chunk and part"),
         (lambda: rates_of(2, 1), "1 numbers in a line, and the model has 2 key heads"),
+        (lambda: SimLayerKV(span=2), "lazy_threshold leaves nothing to divide"),
+        (
+            lambda: SimLayerKV(recent=4, last_queries=4),
+            "last_queries=4 must be fewer than recent=4",
+        ),
+        (lambda: SimLayerKV(positions="consecutive"), "lazy ones keep fewer .* use positions=text"),
         (lambda: StreamingCache(tokens=3), "tokens=3 has no room for sinks=4"),
         (
             lambda: Phases(LagKVOriginal(ratio=0.5), Knorm(tokens=4)),

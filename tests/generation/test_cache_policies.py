@@ -30,6 +30,7 @@ from lcjax.attention.policies import (
     LagKV,
     LagKVOriginal,
     Phases,
+    SimLayerKV,
     SnapKV,
     StreamingCache,
     ThinK,
@@ -63,6 +64,7 @@ DUO = DuoAttention(head_file([[0.9, 0.1], [0.2, 0.8]]), sinks=3, recent=17, ever
 # Channels of keys are dropped, of those that stay or of all.
 THIN = Knorm(ratio=0.5, every=4, channels=Channels(window=8))
 THINK = ThinK(every=4, channels=Channels(window=8))
+LAZY = SimLayerKV(lazy_threshold=0.25, recent=24)
 
 
 def named(policy):
@@ -125,6 +127,7 @@ CUT = {  # case: policy
     "finch.rerotated": Finch(ratio=0.5, window=12),
     "finch.chunks": Finch(ratio=0.5, window=8, part=20, positions="text"),
     "rerotation.snapkv": SnapKV(ratio=0.5, window=8, pool=5, positions="consecutive"),
+    "simlayerkv.some_lazy": SimLayerKV(lazy_threshold=0.46, recent=40),
     "think.half": ThinK(channels=Channels(0.5, window=16)),
 }
 
@@ -295,6 +298,7 @@ POLICIES = [
             LagKVOriginal(ratio=0.5, sinks=2, lag=8),
             THIN,
             THINK,
+            LAZY,
         )
     ),
 ]
@@ -398,6 +402,17 @@ def test_keys_of_a_cut_prompt_have_the_channels_that_stay(lm):
         assert layer["new_keys"].shape == (1, 2, slots - 80, 16)
 
 
+@pytest.mark.parametrize(("threshold", "slots"), [(0.0, 64), (1.0, 128)])
+def test_layers_that_are_lazy_in_all_rows_have_few_slots(lm, threshold, slots):
+    lazy = lm.with_method(cache=SimLayerKV(lazy_threshold=threshold, recent=20))
+    session = read_session(lazy, [text(1, 90), text(2, 90)], 8)
+    assert [layer["values"].shape[2] for layer in session.cache.layers] == [slots] * 2
+    assert {len(head) for head in held_tokens(session.cache).values()} == {
+        23 if slots == 64 else 90
+    }
+    assert lazy.cache_bytes(90) > lm.cache_bytes(90)  # of no layer is known that it will be lazy
+
+
 def test_streaming_heads_have_slots_for_the_tokens_that_they_keep(lm):
     config, method = lm.config, dataclasses.replace(DUO, chunk=64)
     full = cost.generation_memory(config, 4096, 1, Mesh(fsdp=1)).cache
@@ -468,6 +483,7 @@ def test_generated_tokens_are_evicted_every_few_steps(lm):
         ),
         pytest.param(DUO, marks=pytest.mark.slow),
         pytest.param(THIN, marks=pytest.mark.slow),
+        pytest.param(LAZY, marks=pytest.mark.slow),
     ],
     ids=named,
 )
@@ -658,6 +674,7 @@ def test_a_conversation_keeps_a_prompt_that_loses_nothing(lm, prompt):
         pytest.param(DUO, marks=pytest.mark.slow),
         pytest.param(Phases(Knorm(tokens=40, every=2), KeyDiff(ratio=0.3)), marks=pytest.mark.slow),
         pytest.param(THIN, marks=pytest.mark.slow),
+        pytest.param(LAZY, marks=pytest.mark.slow),
     ],
     ids=named,
 )

@@ -6,11 +6,11 @@ from lcjax.attention.policies.expected_attention import ExpectedAttention
 from lcjax.attention.policies.key_geometry import KeyDiff, Knorm, Random, StreamingCache, ThinK
 from lcjax.attention.policies.kvzip import KVzip
 from lcjax.attention.policies.lagkv import LagKV, LagKVOriginal
-from lcjax.attention.policies.last_queries import Finch, SnapKV, Tova
+from lcjax.attention.policies.last_queries import Finch, SimLayerKV, SnapKV, Tova
 from lcjax.attention.policies.phases import Phases
 
 __all__ = [
     "H2O", "DuoAttention", "ExpectedAttention", "Finch", "KVzip", "KeyDiff", "Knorm", "LagKV",
-    "LagKVOriginal", "ObservedAttention", "Phases", "Random", "SnapKV", "StreamingCache", "ThinK",
-    "Tova",
+    "LagKVOriginal", "ObservedAttention", "Phases", "Random", "SimLayerKV", "SnapKV",
+    "StreamingCache", "ThinK", "Tova",
 ]  # fmt: skip

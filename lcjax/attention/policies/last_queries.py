@@ -1,4 +1,4 @@
-"""Policies that score keys by the attention of the last queries: snapkv, finch and tova."""
+"""Policies that use the attention of the last queries: snapkv, finch, tova and simlayerkv."""
 
 import abc
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from lcjax.attention.candidates import (
     turn,
 )
 from lcjax.attention.eviction import CachePolicy
-from lcjax.errors import InputError, OneOf, PositiveInt
+from lcjax.errors import Fraction, InputError, Interval, NonNegativeInt, OneOf, PositiveInt
 
 
 class LastQueries(CachePolicy):
@@ -210,3 +210,76 @@ class Tova(LastQueries):
         weights = jnp.broadcast_to(weights.mean(1, keepdims=True), weights.shape)
         is_last = slots.index == slots.tokens[:, None, None] - 1
         return jnp.where(is_last & self.keep_last, jnp.inf, weights)
+
+
+@CachePolicy.register_subclass("simlayerkv")
+@dataclass(frozen=True)
+class SimLayerKV(LastQueries):
+    """Keeps the first and last tokens in lazy layers (Zhang et al. 2024, arXiv 2410.13846).
+
+    A layer is lazy if the last `last_queries` queries put more than `lazy_threshold` of their
+    attention on the first `sinks` tokens and the `recent` ones before these queries, a mean over
+    heads and queries, and if there are as many tokens. It then keeps the sinks and the last
+    `recent` - `last_queries` tokens at the end of a prompt; other layers keep everything, and so
+    does what follows. As in kvpress, but decided for each row; there rows are averaged.
+
+    The cache of a layer that is lazy in all rows of a batch has slots for what it keeps. So the
+    size of a cache depends on the text, and programs are compiled for each set of such layers.
+    """
+
+    examples = ({"lazy_threshold": 0.1, "sinks": 2, "recent": 12, "last_queries": 3},)
+
+    ratio: Annotated[float, Interval(least=0, most=0)] = 0.0  # of tokens, in layers not lazy
+    lazy_threshold: Fraction = 0.9
+    sinks: NonNegativeInt = 4
+    recent: PositiveInt = 1024
+    last_queries: PositiveInt = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_alone("lazy_threshold", "layers", "heads", "critical", "span")
+        if self.last_queries >= self.recent:
+            raise InputError(
+                f"model.cache.last_queries={self.last_queries} must be fewer than recent="
+                f"{self.recent}, the last tokens that a lazy layer keeps with the next ones"
+            )
+        if self.positions != "text":
+            raise InputError(
+                "model.cache.positions=consecutive gives the next token one position in all"
+                " layers, and lazy ones keep fewer tokens; use positions=text"
+            )
+
+    @property
+    def num_queries(self) -> int:
+        return self.last_queries
+
+    @property
+    def cuts_text(self) -> bool:
+        return False
+
+    @property
+    def differs_by_layer(self) -> bool:
+        return True
+
+    @property
+    def lazy_tokens(self) -> int:
+        return self.sinks + self.recent - self.last_queries
+
+    def loses_nothing(self, length, layer):
+        return self.channels is None and length < self.sinks + self.recent
+
+    def is_lazy(self, slots):
+        first = slots.tokens[:, None, None] - self.last_queries
+        is_near = (slots.index >= first - self.recent) & (slots.index < first)
+        is_near |= slots.index < self.sinks
+
+        def reduce(weights, is_near):
+            return jnp.where(is_near[:, None, None], weights, 0).sum(-1).mean(1).sum(-1)
+
+        near = self.attention(slots, reduce, is_near).mean(1)
+        queries = (self.query_index(slots) >= 0).sum(-1)
+        is_long = slots.tokens >= self.sinks + self.recent
+        return is_long & (near > self.lazy_threshold * queries)
+
+    def score(self, slots):
+        return jnp.where(slots.index < self.sinks, jnp.inf, slots.index)
