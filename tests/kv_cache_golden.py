@@ -6,6 +6,9 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import save_file
+
+from lcjax.attention.policies import Compactor
 
 FILE = Path(__file__).resolve().parent / "golden" / "kv_cache.json"
 
@@ -22,3 +25,21 @@ def head_file(table):
     path = Path(tempfile.mkdtemp()) / "full_attention_heads.tsv"
     np.savetxt(path, table, delimiter="\t")
     return str(path)
+
+
+def filter_file(filters):
+    """Returns the path of a file with a direction for each key head [L, K, H], as QFilter has."""
+    path = Path(tempfile.mkdtemp()) / "filters.safetensors"
+    save_file({"q_filters": np.asarray(filters, np.float32)}, path)
+    return str(path)
+
+
+class InjectedSketch(Compactor):
+    """A Compactor with the sketches of the released code, which differ between layers."""
+
+    @property
+    def differs_by_layer(self):
+        return True
+
+    def gaussian(self, slots):
+        return golden()[1]["compactor.r50.sketch"][slots.layer]

@@ -28,6 +28,9 @@ from lcjax.attention.lm_infinite import LMInfinite, ReRoPE
 from lcjax.attention.longformer import Longformer
 from lcjax.attention.policies import (
     H2O,
+    Cap,
+    Compactor,
+    Cur,
     DuoAttention,
     ExpectedAttention,
     Finch,
@@ -36,8 +39,11 @@ from lcjax.attention.policies import (
     KVzip,
     LagKV,
     LagKVOriginal,
+    Leverage,
+    NonCausal,
     ObservedAttention,
     Phases,
+    QFilter,
     Random,
     SimLayerKV,
     SnapKV,
@@ -55,12 +61,13 @@ from lcjax.attention.vertical_slash import VerticalSlash
 
 __all__ = [
     "H2O", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AttentionMetadata", "Bidirectional",
-    "BigBird", "CacheMethod", "CachePolicy", "Candidates", "Causal", "Channels", "Chunked",
-    "Critical", "Disentangled", "DualChunk", "DuoAttention", "Exact", "ExpectedAttention", "Finch",
-    "Fp8", "HeadBudget", "HeadRates", "InfLLM", "Int8", "KVzip", "KeepAll", "KeyDiff", "Kivi",
-    "Knorm", "LMInfinite", "LagKV", "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios",
-    "Longformer", "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal",
-    "Quest", "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "SimLayerKV", "Sliding",
-    "SnapKV", "SparseTransformer", "Storage", "Streaming", "StreamingCache", "ThinK", "Threshold",
-    "Tova", "TransformerXL", "TurboQuant", "VerticalSlash", "order_indices",
+    "BigBird", "CacheMethod", "CachePolicy", "Candidates", "Cap", "Causal", "Channels", "Chunked",
+    "Compactor", "Critical", "Cur", "Disentangled", "DualChunk", "DuoAttention", "Exact",
+    "ExpectedAttention", "Finch", "Fp8", "HeadBudget", "HeadRates", "InfLLM", "Int8", "KVzip",
+    "KeepAll", "KeyDiff", "Kivi", "Knorm", "LMInfinite", "LagKV", "LagKVOriginal", "Landmark",
+    "LayerBudget", "LayerRatios", "Leverage", "Longformer", "NonCausal", "ObservedAttention",
+    "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal", "QFilter", "Quest", "Random",
+    "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "SimLayerKV", "Sliding", "SnapKV",
+    "SparseTransformer", "Storage", "Streaming", "StreamingCache", "ThinK", "Threshold", "Tova",
+    "TransformerXL", "TurboQuant", "VerticalSlash", "order_indices",
 ]  # fmt: skip

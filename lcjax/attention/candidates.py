@@ -34,6 +34,8 @@ class Candidates(NamedTuple):
     soft_cap: float | None = None  # c: logits are c tanh(logit / c)
     question: Int[Array, " B"] | None = None  # how many of the last tokens ask; None: not known
     layer: int = 0  # number of the layer among those that evict tokens
+    positions: Int[Array, "B K S"] | None = None  # to which the keys are rotated
+    rotation: Rotation | None = None  # with which they are
     layout: Layout | None = None  # the mesh axes over which rows and heads are split
 
     @property
@@ -50,6 +52,11 @@ class Candidates(NamedTuple):
     def counts(self) -> Int[Array, "B K 1"]:
         """Number of tokens of each head."""
         return self.is_token.sum(-1, keepdims=True, dtype=jnp.int32)
+
+    def unrotated_keys(self) -> Float[Array, "B K S H"]:
+        """Returns the keys as they were before their rotation, in float32."""
+        inverse = self.rotation._replace(scale=1 / self.rotation.scale)
+        return turn_by_head(self.keys.astype(jnp.float32), -self.positions, inverse)
 
     def from_first(self, x: Array, fill: float | bool) -> Array:
         """Moves `x` [B, K or 1, S, ...] so that the tokens of a head come first, in text order."""
@@ -216,3 +223,14 @@ def turn(
 ) -> Float[Array, "B S N H"]:
     """Moves rotated queries or keys `by` positions; R(a) R(b) = R(a + b) for rotations."""
     return rotation._replace(scale=1.0).rotate(x, by)
+
+
+def turn_by_head(
+    keys: Float[Array, "B K S H"], by: Int[Array, "B K S"], rotation: Rotation
+) -> Float[Array, "B K S H"]:
+    """Rotates keys by `by` positions, which differ between heads."""
+
+    def head(keys, by):
+        return rotation.rotate(keys[:, :, None], by)[:, :, 0]
+
+    return jax.vmap(head, 1, 1)(keys, by)

@@ -45,7 +45,7 @@ from lcjax.attention.cache import (
 )
 from lcjax.attention.cache_method import CacheMethod
 from lcjax.attention.cache_storage import Exact, Storage
-from lcjax.attention.candidates import Candidates, Seen, on_each_device, turn
+from lcjax.attention.candidates import Candidates, Seen, on_each_device, turn_by_head
 from lcjax.attention.channels import Channels, restore_channels, take_channels
 from lcjax.errors import InputError, Interval, OneOf, PositiveInt
 from lcjax.rope import Rotation
@@ -223,6 +223,14 @@ class CachePolicy(CacheMethod):
     def state(self, layer: LayerShape) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the policy's own arrays of a row, each [heads, _, _], beside those of slots."""
         return {}
+
+    def check_layer(self, layer: LayerShape, num_layers: int) -> None:
+        """Raises an InputError if the policy is made for other layers.
+
+        Args:
+          layer: sizes of a layer that evicts tokens.
+          num_layers: number of such layers, 1 unless they differ (`differs_by_layer`).
+        """
 
     def observe(self, seen: Seen) -> Arrays:
         """Returns the new values of the policy's arrays, including those of `slot_state`."""
@@ -516,6 +524,9 @@ class Evicting(FullCache):
         order = jax.ShapeDtypeStruct((layer.num_kv_heads, slots, 1), jnp.int32)
         each_slot = jax.ShapeDtypeStruct(order.shape, jnp.float32)
         policy_arrays = dict.fromkeys(self._numbers, each_slot)
+        _, num_layers = self.layer or (0, 1)
+        for _, policy in self._policies:
+            policy.check_layer(layer, num_layers)
         for prefix, observer in self._observers:
             state = observer.state(layer)
             policy_arrays |= {prefix + name: array for name, array in state.items()}
@@ -639,7 +650,7 @@ class Evicting(FullCache):
             keys = restore_channels(keys, arrays["channels"], size, prompt.layout)
             keys = jnp.concatenate([keys, new], axis=2)
         layer, _ = self.layer or (0, 1)
-        return Candidates(
+        slots = Candidates(
             keys=keys,
             values=values,
             index=index,
@@ -650,7 +661,12 @@ class Evicting(FullCache):
             question=prompt.question,
             layer=layer,
             layout=prompt.layout,
+            positions=index,
+            rotation=prompt.rotation,
         )
+        if self.policy.positions == "consecutive":
+            slots = slots._replace(positions=slots.ranks)
+        return slots
 
     def _next_position(
         self, order: Int[Array, "B K S 1"], tokens: Int[Array, " B"]
@@ -709,7 +725,8 @@ class Evicting(FullCache):
             if policy.positions == "consecutive":
                 ranks = jnp.arange(places.shape[2]) - (places < 0).sum(2)
                 by = ranks - gather(slots.ranks[..., None])[..., 0]
-                survivors["keys"] = _turn_by_head(survivors["keys"], by, prompt.rotation)
+                rotation = prompt.rotation._replace(scale=1.0)
+                survivors["keys"] = turn_by_head(survivors["keys"], by, rotation)
                 evicted = slots.counts[:, 0, 0] - (places >= 0).sum((2, 3))[:, 0]
                 for prefix, observer in self._policies:
                     state = _of_prefix(arrays, prefix)
@@ -753,19 +770,18 @@ class Evicting(FullCache):
         return jnp.where(slots.is_token, scores, -jnp.inf)
 
     def shared_counts(
-        self, layers: Sequence[tuple[Evicting, Arrays]], prompt: Prompt
+        self, layers: Sequence[tuple[Evicting, Arrays, Prompt]]
     ) -> list[Int[Array, "B K"]]:
         """Returns how many tokens the heads of each layer keep, if all layers share what stays.
 
         Args:
-          layers: the cache of each layer that evicts tokens, and its arrays. Caches may differ in
-            their storage.
-          prompt: what was read.
+          layers: the cache of each layer that evicts tokens, its arrays, and what was read, which
+            is the same text. Caches may differ in their storage.
         """
-        scores = [kind._scores(kind._candidates(arrays, prompt)) for kind, arrays in layers]
+        scores = [kind._scores(kind._candidates(*rest)) for kind, *rest in layers]
         heads = np.cumsum([each.shape[1] for each in scores])
         total = jnp.asarray(self.policy.total_budgets(self.length, heads[-1]), jnp.int32)
-        total = total[prompt.tokens]
+        total = total[layers[0][-1].tokens]
         # As equal as whole numbers are
         place = jnp.arange(heads[-1], dtype=jnp.int32)
         counts = (total[:, None] + heads[-1] - 1 - place) // heads[-1]
@@ -867,14 +883,3 @@ def _resize(arrays: Arrays, slots: int) -> Arrays:
         return pad_slots(x, slots - size)
 
     return jax.tree.map(resize, arrays)
-
-
-def _turn_by_head(
-    keys: Float[Array, "B K S H"], by: Int[Array, "B K S"], rotation: Rotation
-) -> Float[Array, "B K S H"]:
-    """Moves rotated keys `by` positions, which differ between heads."""
-
-    def head(keys, by):
-        return turn(keys[:, :, None], by, rotation)[:, :, 0]
-
-    return jax.vmap(head, 1, 1)(keys, by)

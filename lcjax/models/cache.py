@@ -478,10 +478,10 @@ def _end_prompt(
     def act(kind, arrays, slots, prompt, counts):
         return kind.end_prompt(arrays, slots, prompt, new, chunk, counts)
 
-    return _for_each_layer(cache, act, mesh, prompts, _shared_counts(cache, prompts[0]))
+    return _for_each_layer(cache, act, mesh, prompts, _shared_counts(cache, prompts))
 
 
-def _shared_counts(cache: Cache, prompt: Prompt) -> list[Int[Array, "B K"] | None]:
+def _shared_counts(cache: Cache, prompts: Sequence[Prompt]) -> list[Int[Array, "B K"] | None]:
     """Returns how many tokens the heads of each layer keep; None where a layer decides alone."""
     layers, kinds = cache.separate_layers, [cache.kinds[number] for number in cache.kind_by_layer]
     sharing = [i for i, kind in enumerate(kinds) if kind.shares_across_layers]
@@ -489,10 +489,12 @@ def _shared_counts(cache: Cache, prompt: Prompt) -> list[Int[Array, "B K"] | Non
     if not sharing:
         return counts
     if cache.is_stacked:
-        each = [(kinds[i], jax.tree.map(operator.itemgetter(i), cache.layers)) for i in sharing]
-        return [jnp.stack(kinds[0].shared_counts(each, prompt))]
-    each = [(kinds[i], layers[i]) for i in sharing]
-    for i, count in zip(sharing, kinds[sharing[0]].shared_counts(each, prompt), strict=True):
+        layers = tuple(jax.tree.map(operator.itemgetter(i), cache.layers) for i in sharing)
+    each = [(kinds[i], layers[i], prompts[i]) for i in sharing]
+    shared = kinds[sharing[0]].shared_counts(each)
+    if cache.is_stacked:
+        return [jnp.stack(shared)]
+    for i, count in zip(sharing, shared, strict=True):
         counts[i] = count
     return counts
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kv_cache_golden import golden, head_file
+from kv_cache_golden import InjectedSketch, filter_file, golden, head_file
 
 from lcjax.attention import AttentionMetadata, CacheMethod, Causal, KeepAll
 from lcjax.attention.budgets import (
@@ -26,6 +26,9 @@ from lcjax.attention.channels import Channels
 from lcjax.attention.eviction import CachePolicy, Evicting
 from lcjax.attention.policies import (
     H2O,
+    Cap,
+    Compactor,
+    Cur,
     DuoAttention,
     ExpectedAttention,
     Finch,
@@ -34,8 +37,10 @@ from lcjax.attention.policies import (
     KVzip,
     LagKV,
     LagKVOriginal,
+    NonCausal,
     ObservedAttention,
     Phases,
+    QFilter,
     SimLayerKV,
     SnapKV,
     StreamingCache,
@@ -94,6 +99,11 @@ CASES = {  # name: policy
         ),
     ),
     "per_layer.knorm": Knorm(ratio=0.5, layers=LayerRatios((0.25, 0.5, 0.75, 0.1))),
+    "qfilter.r50": QFilter(ratio=0.5, file=filter_file(golden()[1]["qfilter.r50.filter"])),
+    "cur.default": Cur(ratio=0.45),
+    "non_causal.chunk32": NonCausal(ratio=0.5, block=32, fills_block=True),
+    "compactor.r50": InjectedSketch(ratio=0.5, block=32, fills_block=True),
+    "cap.default": Cap(ratio=0.5, future=64),
 }
 
 
@@ -341,6 +351,8 @@ def policies():
     for kind in CacheMethod.get_known_choices().values():
         for fields in kind.examples if issubclass(kind, CachePolicy) else ():
             yield kind(**{"every": 4} | fields)
+    filters = np.random.default_rng(2).normal(size=(3, 2, 8)).astype("f")
+    yield QFilter(tokens=24, every=4, file=filter_file(filters))
     yield Knorm(threshold=Threshold(-2.5, window=6))
     yield Knorm(ratio=0.5, every=4, span=5)
     yield KeyDiff(tokens=24, every=4, heads=AdaptiveHeads())
@@ -404,7 +416,7 @@ def is_first_of_its_arrays(policy):
         return policy.heads is not None
     if policy.span or policy.heads or policy.critical:
         return policy.critical is not None or policy.span is not None
-    return kind in (SnapKV, ExpectedAttention, LagKV, Finch) and policy == kind(
+    return kind in (SnapKV, ExpectedAttention, LagKV, Finch, Compactor) and policy == kind(
         every=4, **kind.examples[0]
     )
 
@@ -439,6 +451,20 @@ def test_padding_and_other_rows_change_nothing(policy):
         one, two = alone(*token), batch(*(np.concatenate([x, x]) for x in token))
         np.testing.assert_allclose(np.asarray(two)[:1], one, atol=1e-5)
         assert order_lists(batch)[0] == order_lists(alone)[0]
+
+
+@pytest.mark.parametrize("policy", [Compactor(tokens=24, block=8, sinks=3)], ids=["compactor"])
+def test_a_prompt_is_cut_alike_however_many_tokens_are_read_at_once(policy):
+    qkv = random_qkv(50)
+    orders = []
+    for sizes in ((50,), (13, 37)):
+        layer, start = random_layer(policy, 1, 60, 50), 0
+        for size in sizes:
+            layer(*(x[:, :, start : start + size] for x in qkv))
+            start += size
+        layer.end_prompt()
+        orders.append(order_lists(layer))
+    assert orders[0] == orders[1]
 
 
 def test_two_phases_of_one_policy_are_the_policy():
@@ -540,8 +566,8 @@ def test_heads_of_all_layers_share_a_budget_exactly(ratio, most):
         {"keys": None, "values": None, "order": jnp.array(order), "received": jnp.array(scores)}
         for scores in np.linspace(1, 3, 3)[:, None, None, None, None] * rng.random((3, 2, 2, 60, 1))
     ]
-    layers = [(kind, arrays) for arrays in layers]
-    counts = np.stack(kind.shared_counts(layers, Prompt(jnp.array(lengths), no_rotation())))
+    prompt = Prompt(jnp.array(lengths), no_rotation())
+    counts = np.stack(kind.shared_counts([(kind, arrays, prompt) for arrays in layers]))
     assert counts.sum((0, 2)).tolist() == [6 * n - int(6 * n * ratio) for n in lengths]
     assert counts.max() <= kind.num_kept and counts.min() >= 1
     if most == 4.0:  # the heads with the greatest scores keep most

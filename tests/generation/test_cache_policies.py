@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kv_cache_golden import golden, head_file
-from safetensors.numpy import save_file
+from kv_cache_golden import InjectedSketch, filter_file, golden, head_file
+from safetensors.numpy import load_file, save_file
 from small_norm import SmallNorm
 
 import lcjax
@@ -21,6 +21,9 @@ from lcjax.attention import CachePolicy, Channels, Critical, Landmark, Sliding, 
 from lcjax.attention.budgets import AcrossLayers, AdaptiveHeads, LayerRatios
 from lcjax.attention.cache import FullCache, Prompt
 from lcjax.attention.policies import (
+    Cap,
+    Compactor,
+    Cur,
     DuoAttention,
     ExpectedAttention,
     Finch,
@@ -29,7 +32,9 @@ from lcjax.attention.policies import (
     KVzip,
     LagKV,
     LagKVOriginal,
+    NonCausal,
     Phases,
+    QFilter,
     SimLayerKV,
     SnapKV,
     StreamingCache,
@@ -47,6 +52,7 @@ from lcjax.evaluation.eval_config import Method
 from lcjax.evaluation.split import ReplugSplit
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.query_filters import write_query_filters
 from lcjax.generation.sampling import Sampling
 from lcjax.generation.session import Session, lower_cut, read_prompts
 from lcjax.generation.shared_prefix import QueryAgnostic, QueryAware, read_prefix
@@ -129,12 +135,27 @@ CUT = {  # case: policy
     "rerotation.snapkv": SnapKV(ratio=0.5, window=8, pool=5, positions="consecutive"),
     "simlayerkv.some_lazy": SimLayerKV(lazy_threshold=0.46, recent=40),
     "think.half": ThinK(channels=Channels(0.5, window=16)),
+    "qfilter.r50": QFilter(ratio=0.5, file=filter_file(golden()[1]["qfilter.r50.filter"])),
+    "cur.default": Cur(ratio=0.45),
+    "non_causal.chunk32": NonCausal(ratio=0.5, block=32, fills_block=True),
+    "compactor.r50": InjectedSketch(ratio=0.5, block=32, fills_block=True),
+    "cap.default": Cap(ratio=0.5, future=64),
 }
 
 
+def model_of(case):
+    """The name of the model of a case."""
+    document, _ = golden()
+    return document["bases"][document["cases"][case]["base"]]["model"]
+
+
+# Scores and survivors of the others are those of one layer, too (tests/attention).
+@pytest.mark.slow_except(
+    *(name for name in CUT if name.startswith(("kvzip", "finch", "rerot", "think")))
+)
 @pytest.mark.parametrize(
     ("golden_lm", "case"),
-    [("qwen3" if "chunks" in name else "llama", name) for name in CUT],
+    [pytest.param(model_of(name), name, id=name) for name in CUT],
     indirect=["golden_lm"],
 )
 def test_a_cut_prompt_gives_the_logits_of_the_released_code(golden_lm, case):
@@ -266,6 +287,32 @@ def held_tokens(cache):
         for number, order in enumerate(orders)
         for head in np.ndindex(order.shape[:2])
     }
+
+
+@pytest.mark.parametrize("golden_lm", ["qwen3"], indirect=True)
+def test_query_filters_are_singular_vectors_of_the_queries(golden_lm, tmp_path):
+    """The first right one of each head's, on the side of its queries, as Godey et al. have it."""
+    _, arrays = golden()
+    ids, queries = arrays["base.qwen80.ids"].tolist(), arrays["base.qwen80.q"][:, 0]
+    vectors = np.linalg.svd(queries.astype(np.float64), full_matrices=False)[2][:, :, 0]
+    sides = np.sign(np.einsum("lnth,lnh->ln", queries, vectors))
+    expected = -(vectors * sides[..., None]).reshape(3, 2, 3, 8).mean(2)
+    file = tmp_path / "filters.safetensors"
+    write_query_filters(golden_lm, ids * 2, file)
+    np.testing.assert_allclose(load_file(file)["q_filters"], expected, atol=1e-5)
+    # Two layers that see all tokens, and one with a window
+    layers = LayerKind(2), LayerKind(1, Sliding(16))
+    config = golden_lm.config.replace(layers=layers)
+    mixed = LanguageModel(Decoder(config), golden_lm.params, golden_lm.tokenizer)
+    write_query_filters(mixed, ids, file)
+    np.testing.assert_allclose(load_file(file)["q_filters"], expected[:2], atol=1e-5)
+    for texts, words in (([], "texts is empty, or the model"), ([[5]], r"texts\[0\] has 1 tokens")):
+        with pytest.raises(InputError, match=words):
+            write_query_filters(golden_lm, texts, file)
+    for name, words in ((file, "2 layers of 2 key heads.*model has 3"), ("x", "no .safetensors")):
+        cut = golden_lm.with_method(cache=QFilter(tokens=20, file=str(name)))
+        with pytest.raises(InputError, match=words):
+            cut.generate([ids[0]], SIX)
 
 
 # Properties
@@ -481,6 +528,11 @@ def test_generated_tokens_are_evicted_every_few_steps(lm):
         pytest.param(
             KVzip(tokens=20, part=32, normalized=True), marks=pytest.mark.slow, id="kvzip"
         ),
+        pytest.param(Compactor(tokens=24, block=16), marks=pytest.mark.slow),
+        pytest.param(
+            QFilter(tokens=24, file=filter_file(np.random.default_rng(0).normal(size=(2, 2, 16)))),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(DUO, marks=pytest.mark.slow),
         pytest.param(THIN, marks=pytest.mark.slow),
         pytest.param(LAZY, marks=pytest.mark.slow),
@@ -506,6 +558,8 @@ def test_a_mesh_gives_the_numbers_of_one_device(lm, policy):
         pytest.param(ExpectedAttention(tokens=64), marks=pytest.mark.slow),
         pytest.param(LagKV(tokens=64, lag=8), marks=pytest.mark.slow),
         pytest.param(Knorm(tokens=64, critical=Critical()), marks=pytest.mark.slow),
+        pytest.param(Cap(tokens=64), marks=pytest.mark.slow),
+        pytest.param(Compactor(tokens=64, block=32), marks=pytest.mark.slow),
     ],
     ids=lambda policy: type(policy).__name__,
 )

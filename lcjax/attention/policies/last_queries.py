@@ -130,11 +130,15 @@ class SnapKV(Window):
         mean, in_window = self.mean_attention(slots), self.in_window(slots)
         # Neighbours in the text: those in the window, and places without a token, count as 0.
         before = slots.from_first(jnp.where(in_window, 0, mean), 0.0)
-        pooled = slots.to_slots(_pool(before, self.pool, self.pooling))
+        pooled = slots.to_slots(pool(before, self.pool, self.pooling))
         return jnp.where(in_window, jnp.inf, pooled)
 
 
-def _pool(x: Float[Array, "B K S"], size: int, pooling: str) -> Float[Array, "B K S"]:
+def pool(x: Float[Array, "B K S"], size: int, pooling: str) -> Float[Array, "B K S"]:
+    """Returns the `pooling` (mean or max) of each number and its neighbours, `size` in all.
+
+    Beyond both ends there are zeros for a mean, and nothing for a maximum.
+    """
     window, padding = (1, 1, size), ((0, 0), (0, 0), (size // 2, size // 2))
     if pooling == "max":
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, (1, 1, 1), padding)
