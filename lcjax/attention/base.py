@@ -330,6 +330,11 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         """What a layer remembers of the tokens that it has read: by default all keys and values."""
         return FullCache()
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a token sees a bounded part of the text, so that a layer need not keep it all."""
+        return not self.layer_cache.keeps_all
+
     def for_inference(self) -> Pattern:
         """Returns the pattern for evaluation and generation after training with this one."""
         return self

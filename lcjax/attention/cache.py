@@ -381,7 +381,8 @@ class FullCache(LayerCache):
 
         def pad(x):
             parts = x.reshape(*x.shape[:-2], self.parts, -1, x.shape[-1])
-            return pad_slots(parts, each).reshape(*x.shape[:-2], -1, x.shape[-1])
+            parts = resize_slots(parts, parts.shape[-2] + each)
+            return parts.reshape(*x.shape[:-2], -1, x.shape[-1])
 
         slots = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, self.parts * each)]), slots)
         return self, jax.tree.map(pad, arrays), slots
@@ -491,9 +492,11 @@ def whole_blocks(slots: int) -> int:
     return -(-slots // unit) * unit
 
 
-def pad_slots(x: Num[Array, "... S H"], slots: int) -> Num[Array, "... S2 H"]:
-    """Adds empty slots at the end."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, slots), (0, 0)])
+def resize_slots(x: Num[Array, "... S H"], slots: int) -> Num[Array, "... S2 H"]:
+    """Removes the last of S slots, or adds empty ones at the end, so that there are `slots`."""
+    if slots <= x.shape[-2]:
+        return x[..., :slots, :]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, slots - x.shape[-2]), (0, 0)])
 
 
 def by_part(x: Num[Array, "*B S"], parts: int) -> Num[Array, "*B S"]:

@@ -37,7 +37,7 @@ class CacheMethod(draccus.ChoiceRegistry, abc.ABC):
         a bounded part of the text.
         """
         pattern = pattern.for_inference()
-        if pattern.layer_cache.keeps_all and not pattern.allows_eviction:
+        if not (pattern.is_bounded or pattern.allows_eviction):
             kind = Pattern.get_choice_name(type(pattern))
             raise InputError(
                 f"model.cache.type={self.get_choice_name(type(self))} is not defined for layers"

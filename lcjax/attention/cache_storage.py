@@ -241,16 +241,11 @@ def spread(x: Float[Array, "... H"]) -> Float[Array, "... H"]:
     return (y * size**-0.5).astype(x.dtype)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _CodebookKeys(Quantised):
-    """Keys after `spread`, whose channels are centroids, and whose norm is stored."""
+class _Packed(Quantised):
+    """Codes of `size` channels in words (`pack`)."""
 
     words: Int[Array, "B S K W"]
-    norm: Float[Array, "B S K 1"]
-    bits: int = field(metadata={"static": True})
-    size: int = field(metadata={"static": True})
-    corrects_norm: bool = field(metadata={"static": True})
+    size: int
 
     @property
     def shape(self):
@@ -259,6 +254,18 @@ class _CodebookKeys(Quantised):
     @property
     def dtype(self):
         return self.words.dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _CodebookKeys(_Packed):
+    """Keys after `spread`, whose channels are centroids, and whose norm is stored."""
+
+    words: Int[Array, "B S K W"]
+    norm: Float[Array, "B S K 1"]
+    bits: int = field(metadata={"static": True})
+    size: int = field(metadata={"static": True})
+    corrects_norm: bool = field(metadata={"static": True})
 
     def queries(self, q):
         return spread(q)
@@ -279,7 +286,7 @@ class _CodebookKeys(Quantised):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class AffineValues(Quantised):
+class AffineValues(_Packed):
     """Values as scale x code + min, with a scale and a min for each of C groups of channels."""
 
     words: Int[Array, "B S K W"]
@@ -287,14 +294,6 @@ class AffineValues(Quantised):
     least: Float[Array, "B S K C"]
     bits: int = field(metadata={"static": True})
     size: int = field(metadata={"static": True})
-
-    @property
-    def shape(self):
-        return (*self.words.shape[:-1], self.size)
-
-    @property
-    def dtype(self):
-        return self.words.dtype
 
     def read(self, dtype):
         codes = unpack(self.words, self.bits, self.size).astype(jnp.float32)

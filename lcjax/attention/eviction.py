@@ -39,7 +39,7 @@ from lcjax.attention.cache import (
     Prompt,
     Tokens,
     View,
-    pad_slots,
+    resize_slots,
     whole_blocks,
     write_tokens,
 )
@@ -329,9 +329,8 @@ class CachePolicy(CacheMethod):
         return []
 
     def layer_cache(self, pattern, soft_cap):
-        needed = pattern.layer_cache
-        if not needed.keeps_all:
-            return self.storage.layer_cache(needed)
+        if pattern.is_bounded:
+            return self.storage.layer_cache(pattern.layer_cache)
         return Evicting(self, soft_cap, storage=self.storage)
 
 
@@ -511,7 +510,7 @@ class Evicting(FullCache):
 
     def after_prompt(self, length: int) -> tuple[LayerCache, int]:
         fitted, slots = self.fit(length, None)
-        if fitted.keeps_all or not fitted.cuts_prompts:
+        if not (fitted.evicts and fitted.cuts_prompts):
             return fitted, slots
         return dataclasses.replace(fitted, is_prompt=False), fitted.num_kept
 
@@ -612,9 +611,10 @@ class Evicting(FullCache):
     def _observe(self, arrays: Arrays, q, view: View, metadata, read: Prompt) -> Arrays:
         """Returns arrays with those that policies compute of the new tokens."""
         new = view.new
+        queries = rotate_queries(q, metadata.q_positions, metadata.rotation).swapaxes(1, 2)
         for prefix, observer in self._observers:
             seen = Seen(
-                queries=rotate_queries(q, metadata.q_positions, metadata.rotation).swapaxes(1, 2),
+                queries=queries,
                 unrotated=q.swapaxes(1, 2),
                 index=jnp.where(new.segments != 0, new.index, -1),
                 rotation=metadata.rotation,
@@ -656,7 +656,7 @@ class Evicting(FullCache):
             index=index,
             tokens=prompt.tokens,
             next_position=self._next_position(arrays["order"], prompt.tokens),
-            state=_of_prefix(arrays, prefix),
+            state=of_prefix(arrays, prefix),
             soft_cap=self.soft_cap,
             question=prompt.question,
             layer=layer,
@@ -729,17 +729,18 @@ class Evicting(FullCache):
                 survivors["keys"] = turn_by_head(survivors["keys"], by, rotation)
                 evicted = slots.counts[:, 0, 0] - (places >= 0).sum((2, 3))[:, 0]
                 for prefix, observer in self._policies:
-                    state = _of_prefix(arrays, prefix)
+                    state = of_prefix(arrays, prefix)
                     moved = observer.move(state, -evicted, prompt.rotation)
                     arrays = arrays | {prefix + name: array for name, array in moved.items()}
-            survivors = _resize(survivors, arrays["order"].shape[2])
+            size = arrays["order"].shape[2]
+            survivors = {name: resize_slots(x, size) for name, x in survivors.items()}
             if policy.channels is not None and not self._has_dropped_channels:
                 return self._drop_channels(arrays | survivors, prompt)
             return arrays | survivors
 
     def _drop_channels(self, arrays: Arrays, prompt: Prompt) -> Arrays:
         """Returns arrays whose keys have only the channels that the policy chooses."""
-        state, is_token = _of_prefix(arrays, _CHANNELS), arrays["order"][..., 0] > 0
+        state, is_token = of_prefix(arrays, _CHANNELS), arrays["order"][..., 0] > 0
         channels = self.policy.channels.choose(state, arrays["keys"], is_token)
         arrays = {name: x for name, x in arrays.items() if not name.startswith(_CHANNELS)}
         new_keys = jnp.zeros_like(arrays["keys"][:, :, self.num_kept :])
@@ -831,10 +832,9 @@ class Evicting(FullCache):
 
     def _with_slots(self, arrays: Arrays) -> Arrays:
         """Returns arrays of `slots` slots."""
-        resized = _resize({name: arrays[name] for name in self._moved}, self.slots)
+        resized = {name: resize_slots(arrays[name], self.slots) for name in self._moved}
         if self._has_dropped_channels:
-            new = {"new_keys": arrays["new_keys"]}
-            resized |= _resize(new, self.slots - self.num_kept)
+            resized["new_keys"] = resize_slots(arrays["new_keys"], self.slots - self.num_kept)
         return arrays | resized
 
     def _after_prompt(self, arrays: Arrays) -> tuple[Evicting, Arrays]:
@@ -842,13 +842,16 @@ class Evicting(FullCache):
         if self.later is None:
             return self, arrays
         after = dataclasses.replace(self, policy=self.later, later=None)
-        later_arrays = _of_prefix(arrays, _LATER)
+        later_arrays = of_prefix(arrays, _LATER)
         moved = {name: arrays[name] for name in after._moved if name not in later_arrays}
         return after, moved | later_arrays
 
 
-def _of_prefix(arrays: Arrays, prefix: str) -> Arrays:
-    """Returns the arrays whose names begin with `prefix`, by the rest of their names."""
+def of_prefix(arrays: Arrays, prefix: str) -> Arrays:
+    """Returns the arrays whose names begin with `prefix`, by the rest of their names.
+
+    They are all arrays if the prefix is empty.
+    """
     return {
         name.removeprefix(prefix): array
         for name, array in arrays.items()
@@ -871,15 +874,3 @@ def _best_places(
         return jnp.sort(jnp.where(stays, size - 1 - places, -1), axis=-1)
     places = jnp.sort(jnp.where(stays, size - 1 - places, size), axis=-1)
     return jnp.where(places < size, places, -1)
-
-
-def _resize(arrays: Arrays, slots: int) -> Arrays:
-    """Removes the last slots of arrays [.., S, H], or adds empty ones."""
-
-    def resize(x):
-        size = x.shape[-2]
-        if slots <= size:
-            return x[..., :slots, :]
-        return pad_slots(x, slots - size)
-
-    return jax.tree.map(resize, arrays)

@@ -51,8 +51,7 @@ class Quest(CacheMethod):
         return 1
 
     def layer_cache(self, pattern, soft_cap):
-        needed = pattern.layer_cache
-        return PagedCache(self) if needed.keeps_all else needed
+        return pattern.layer_cache if pattern.is_bounded else PagedCache(self)
 
     def bounds(
         self, q: Float[Array, "B N H"], low: Float[Array, "B K P H"], high: Float[Array, "B K P H"]

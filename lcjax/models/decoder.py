@@ -481,8 +481,8 @@ class Decoder(nn.Module):
         parts = 1 if self.mesh is None else self.mesh.shape[LENGTH]
         if parts == 1 or c.context_parallel != "ring" or not c.is_position_based:
             return None
-        sees_all = all(pattern.layer_cache.keeps_all for pattern in c.patterns)
-        return zigzag(length, parts) if sees_all else None
+        is_bounded = any(pattern.is_bounded for pattern in c.patterns)
+        return None if is_bounded else zigzag(length, parts)
 
     def _rotation(self, tokens: jax.Array, cache: cache_lib.Cache | None) -> Rotation:
         c = self.config

@@ -169,5 +169,5 @@ def test_reading_in_steps_equals_reading_at_once(name):
     real = segments != 0
     np.testing.assert_allclose(np.concatenate(outs, 1)[real], want[real], rtol=0, atol=5e-5)
     # What a new token cannot see is given up: the cache does not grow with the text.
-    assert slots == cache.capacity == (LENGTH if inference.layer_cache.keeps_all else 64)
+    assert slots == cache.capacity == (64 if inference.is_bounded else LENGTH)
     assert cache.kinds[0].rotated != inference.moves_keys

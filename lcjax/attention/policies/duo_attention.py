@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from lcjax.attention.budgets import read_head_table
 from lcjax.attention.cache import Arrays, FullCache, LayerCache, LayerShape, View
 from lcjax.attention.cache_method import CacheMethod
-from lcjax.attention.eviction import CachePolicy, Evicting
+from lcjax.attention.eviction import CachePolicy, Evicting, of_prefix
 from lcjax.attention.policies.key_geometry import StreamingCache
 from lcjax.errors import Fraction, InputError, NonEmpty, NonNegativeInt, PositiveInt
 
@@ -55,9 +55,8 @@ class DuoAttention(CacheMethod):
         return StreamingCache(tokens=self.sinks + self.recent, **options)
 
     def layer_cache(self, pattern, soft_cap):
-        needed = pattern.layer_cache
-        if not needed.keeps_all:
-            return needed
+        if pattern.is_bounded:
+            return pattern.layer_cache
         return HeadGroups(self, Evicting(self._policy, soft_cap))
 
     def scores(self, num_layers: int) -> Float[np.ndarray, "L K"]:
@@ -103,7 +102,7 @@ class HeadGroups(LayerCache):
     def fit(self, length, chunk):
         stream, slots = dataclasses.replace(self.stream, rotated=self.rotated).fit(length, chunk)
         full = FullCache(rotated=self.rotated)
-        if stream.keeps_all or not self.method.share:
+        if not stream.evicts or not self.method.share:
             return full, length
         if len(self.heads) == self.num_heads:
             return stream, slots
@@ -115,7 +114,7 @@ class HeadGroups(LayerCache):
 
     def after_prompt(self, length):
         fitted, slots = self.fit(length, None)
-        if fitted.keeps_all:
+        if not fitted.evicts:
             return fitted, slots
         if not isinstance(fitted, HeadGroups):  # all heads stream
             return fitted, fitted.num_kept
@@ -172,7 +171,7 @@ class HeadGroups(LayerCache):
         rows, length, count, size = q.shape
         by_group = q.reshape(rows, length, self.num_heads, -1, size)
         for (prefix, kind, heads), group_view in zip(self._groups, view.groups, strict=True):
-            group_arrays = _without_prefix(arrays, prefix)
+            group_arrays = of_prefix(arrays, prefix)
             queries = by_group[:, :, heads].reshape(rows, length, -1, size)
             pair, place = (k[:, :, heads], v[:, :, heads]), group_view.update_metadata(metadata)
             out, group_arrays = kind.attend(
@@ -187,7 +186,7 @@ class HeadGroups(LayerCache):
     def end_prompt(self, arrays, slots, prompt, new, chunk, counts=None):
         if not self.heads or not self.acts_on_prompt:
             return self, arrays, slots
-        stream_arrays = _without_prefix(arrays, _STREAMING)
+        stream_arrays = of_prefix(arrays, _STREAMING)
         stream, stream_arrays, last = self.stream.end_prompt(
             stream_arrays, slots[1], prompt, new, chunk
         )
@@ -198,7 +197,7 @@ class HeadGroups(LayerCache):
         _, grown, first = self.full.extend_slots(full, slots[0], read, new, chunk)
         if not self.heads:
             return self, grown, (first,)
-        stream_arrays = _without_prefix(arrays, _STREAMING)
+        stream_arrays = of_prefix(arrays, _STREAMING)
         stream, stream_arrays, last = self.stream.extend_slots(
             stream_arrays, slots[1], read, new, chunk
         )
@@ -209,14 +208,3 @@ class HeadGroups(LayerCache):
         arrays = {name: full[name] for name in ("keys", "values")}
         arrays |= {_STREAMING + name: array for name, array in stream_arrays.items()}
         return dataclasses.replace(self, stream=stream), arrays, slots
-
-
-def _without_prefix(arrays: Arrays, prefix: str) -> Arrays:
-    """Returns the arrays of one group of heads by their own names."""
-    if not prefix:
-        return {name: arrays[name] for name in ("keys", "values")}
-    return {
-        name.removeprefix(prefix): array
-        for name, array in arrays.items()
-        if name.startswith(prefix)
-    }

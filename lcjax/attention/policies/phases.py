@@ -78,9 +78,8 @@ class Phases(CacheMethod):
         self.prompt.check_question(tokens)
 
     def layer_cache(self, pattern, soft_cap):
-        needed = pattern.layer_cache
-        if not needed.keeps_all:
-            return self.generation.storage.layer_cache(needed)
+        if pattern.is_bounded:
+            return self.generation.storage.layer_cache(pattern.layer_cache)
         options = {"storage": self.generation.storage}
         if self.prompt is None:
             return Evicting(self.generation, soft_cap, cuts_prompts=False, **options)

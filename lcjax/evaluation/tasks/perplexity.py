@@ -320,7 +320,7 @@ class Perplexity(Task):
 
     def check_model(self, model, units: Sequence[Unit]) -> None:
         if self.protocol == "stream_sink" and any(
-            pattern.layer_cache.keeps_all for pattern in model.config.patterns
+            not pattern.is_bounded for pattern in model.config.patterns
         ):
             raise InputError(
                 f"tasks: {self.label} reads texts with a cache that evicts keys (stream_sink), and"
