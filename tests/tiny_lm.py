@@ -3,8 +3,11 @@
 import jax
 import numpy as np
 
+from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import ModelSection
 from lcjax.generation.language_model import LanguageModel
+from lcjax.models import Decoder
+from lcjax.models.decoder import random_params
 
 
 def sharper(lm, factor=3):
@@ -19,6 +22,14 @@ def sharper(lm, factor=3):
 def sharp_lm(*, mesh=None, **settings):
     """The preset tiny with `settings` of its ModelSection, made `sharper`."""
     return sharper(LanguageModel.load(ModelSection(preset="tiny", **settings), mesh=mesh))
+
+
+def sharp_decoder(config):
+    """A decoder of any config. Its norms are sharper, too, as layers are stacked at first."""
+    params = jax.tree.map(
+        lambda x: np.asarray(x) * (3 if x.ndim > 1 else 1), random_params(config, 0)
+    )
+    return LanguageModel(Decoder(config), params, ByteTokenizer())
 
 
 def generated(lm, prompts, sampling, **options):

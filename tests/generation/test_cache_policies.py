@@ -14,6 +14,7 @@ import pytest
 from kv_cache_golden import InjectedSketch, filter_file, golden, head_file
 from safetensors.numpy import load_file, save_file
 from small_norm import SmallNorm
+from tiny_lm import sharp_decoder
 
 import lcjax
 from lcjax import cost
@@ -58,7 +59,6 @@ from lcjax.generation.session import Session, lower_cut, read_prompts
 from lcjax.generation.shared_prefix import QueryAgnostic, QueryAware, read_prefix
 from lcjax.models import Decoder, LayerKind, preset
 from lcjax.models import cache as cache_lib
-from lcjax.models.decoder import random_params
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.training import TrainConfig
 from lcjax.training import run as train
@@ -86,10 +86,7 @@ class Newest(CachePolicy):
 
 @pytest.fixture(scope="module")
 def lm():
-    params = random_params(TINY, 0)
-    # Sharper than at initialisation, so that the choice of tokens does not hang on rounding.
-    params = jax.tree.map(lambda x: np.asarray(x) * (3 if x.ndim > 1 else 1), params)
-    return LanguageModel(Decoder(TINY), params, ByteTokenizer())
+    return sharp_decoder(TINY)
 
 
 def text(seed, length):

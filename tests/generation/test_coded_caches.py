@@ -5,11 +5,11 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from tiny_lm import sharp_decoder
 
 from lcjax import cost
 from lcjax.attention import Fp8, Int8, KeepAll, KeyDiff, Kivi, Knorm, Landmark, Sliding, TurboQuant
 from lcjax.attention.budgets import AcrossLayers, LayerRatios
-from lcjax.checkpoints import ByteTokenizer
 from lcjax.config import parse
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig
@@ -20,7 +20,6 @@ from lcjax.generation.session import Session
 from lcjax.generation.shared_prefix import read_prefix
 from lcjax.models import Decoder, LayerKind, preset
 from lcjax.models import cache as cache_lib
-from lcjax.models.decoder import random_params
 from lcjax.parallel.sharding import Mesh, make_mesh
 
 TINY = preset("tiny").replace(head_dim=32, qk_norm="head", attention_soft_cap=20.0)
@@ -37,10 +36,7 @@ each_storage = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def lm():
-    params = random_params(TINY, 0)
-    # Sharper than at initialisation, so that the choice of tokens does not hang on rounding.
-    params = jax.tree.map(lambda x: np.asarray(x) * (3 if x.ndim > 1 else 1), params)
-    return LanguageModel(Decoder(TINY), params, ByteTokenizer())
+    return sharp_decoder(TINY)
 
 
 def text(seed, length):
