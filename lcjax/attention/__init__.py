@@ -26,6 +26,7 @@ from lcjax.attention.kivi import Kivi
 from lcjax.attention.landmark.pattern import Landmark
 from lcjax.attention.lm_infinite import LMInfinite, ReRoPE
 from lcjax.attention.longformer import Longformer
+from lcjax.attention.merging import Merging
 from lcjax.attention.policies import (
     H2O,
     Cap,
@@ -65,9 +66,9 @@ __all__ = [
     "Compactor", "Critical", "Cur", "Disentangled", "DualChunk", "DuoAttention", "Exact",
     "ExpectedAttention", "Finch", "Fp8", "HeadBudget", "HeadRates", "InfLLM", "Int8", "KVzip",
     "KeepAll", "KeyDiff", "Kivi", "Knorm", "LMInfinite", "LagKV", "LagKVOriginal", "Landmark",
-    "LayerBudget", "LayerRatios", "Leverage", "Longformer", "NonCausal", "ObservedAttention",
-    "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal", "QFilter", "Quest", "Random",
-    "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "SimLayerKV", "Sliding", "SnapKV",
-    "SparseTransformer", "Storage", "Streaming", "StreamingCache", "ThinK", "Threshold", "Tova",
-    "TransformerXL", "TurboQuant", "VerticalSlash", "order_indices",
+    "LayerBudget", "LayerRatios", "Leverage", "Longformer", "Merging", "NonCausal",
+    "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal", "QFilter",
+    "Quest", "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "SimLayerKV", "Sliding",
+    "SnapKV", "SparseTransformer", "Storage", "Streaming", "StreamingCache", "ThinK", "Threshold",
+    "Tova", "TransformerXL", "TurboQuant", "VerticalSlash", "order_indices",
 ]  # fmt: skip

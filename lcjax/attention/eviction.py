@@ -47,6 +47,7 @@ from lcjax.attention.cache_method import CacheMethod
 from lcjax.attention.cache_storage import Exact, Storage
 from lcjax.attention.candidates import Candidates, Seen, on_each_device, turn_by_head
 from lcjax.attention.channels import Channels, restore_channels, take_channels
+from lcjax.attention.merging import Merging
 from lcjax.errors import InputError, Interval, OneOf, PositiveInt
 from lcjax.rope import Rotation
 
@@ -91,6 +92,7 @@ class CachePolicy(CacheMethod):
     # Where kept tokens stand: at their positions in the text, or at 0, 1, 2, ... and the next token
     # behind them (StreamingLLM, section 3.2; KeyRerotation of kvpress)
     positions: Annotated[str, OneOf(("text", "consecutive"))] = "text"
+    merge: Merging | None = None  # adds values of evicted tokens to those that stay
     channels: Channels | None = None  # of keys, that are dropped at the end of a prompt (ThinK)
     # In which form they are kept. Scores are those of the keys and values that attention reads.
     storage: Storage = Exact()
@@ -146,6 +148,8 @@ class CachePolicy(CacheMethod):
         self._check_storage()
         if self.channels is not None:
             self._check_channels()
+        if self.merge is not None:
+            self._check_merge()
 
     def _check_layers(self) -> None:
         """Raises an InputError if fields beside `layers` would have no effect."""
@@ -186,6 +190,19 @@ class CachePolicy(CacheMethod):
                 raise InputError(
                     f"model.cache.{name}={getattr(self, name)} {reason}, and channels drops some of"
                     f" them at the end of a prompt; leave {name} or channels out"
+                )
+
+    def _check_merge(self) -> None:
+        """Raises an InputError if a field is set with which values cannot be merged."""
+        for name, has_no_form, reason in (
+            ("threshold", self.threshold is not None, "chooses no survivors"),
+            ("critical", self.critical is not None, "scores values as they were computed"),
+            ("storage", not self.storage.is_exact, "would round values again at every cut"),
+        ):
+            if has_no_form:
+                raise InputError(
+                    f"model.cache.{name}={getattr(self, name)} {reason}, and merge changes the"
+                    f" values of survivors; leave {name} or merge out"
                 )
 
     def _check_alone(self, name: str, *others: str) -> None:
@@ -722,6 +739,8 @@ class Evicting(FullCache):
 
             survivors = {name: gather(arrays[name]) for name in self._moved}
             survivors["order"] = jnp.where(places < 0, 0, survivors["order"])
+            if policy.merge is not None:
+                survivors["values"] = policy.merge.merged_values(slots, places[..., 0])
             if policy.positions == "consecutive":
                 ranks = jnp.arange(places.shape[2]) - (places < 0).sum(2)
                 by = ranks - gather(slots.ranks[..., None])[..., 0]

@@ -24,6 +24,7 @@ from lcjax.attention.cache import FullCache, LayerCache, LayerShape, Prompt, Tok
 from lcjax.attention.cache_storage import Int8
 from lcjax.attention.channels import Channels
 from lcjax.attention.eviction import CachePolicy, Evicting
+from lcjax.attention.merging import Merging
 from lcjax.attention.policies import (
     H2O,
     Cap,
@@ -359,6 +360,7 @@ def policies():
     yield SnapKV(ratio=0.6, every=4, window=6, heads=AdaptiveHeads(most=1.5), pooling="max")
     yield SnapKV(tokens=24, every=4, window=6, positions="consecutive")
     yield H2O(tokens=24, every=4, recent=4, critical=Critical(), heads=AdaptiveHeads())
+    yield Knorm(tokens=24, every=4, merge=Merging(0.1, 0.75))
     yield KeyDiff(tokens=24, every=4, channels=Channels(0.3, window=6), heads=AdaptiveHeads())
 
 
@@ -412,6 +414,8 @@ def is_first_of_its_arrays(policy):
     kind = type(policy)
     if not isinstance(policy, CachePolicy):
         return policy in (METHODS[1], METHODS[3])
+    if policy.merge is not None:
+        return True
     if policy.channels is not None:
         return policy.heads is not None
     if policy.span or policy.heads or policy.critical:
@@ -602,6 +606,8 @@ def rates_of(heads, columns):
             lambda: Knorm(tokens=4, chunk=8, channels=Channels()),
             "chunk=8 .* leave chunk or channels",
         ),
+        (lambda: Knorm(tokens=4, storage=Int8(), merge=Merging()), "storage=Int8.* round values"),
+        (lambda: Knorm(tokens=4, critical=Critical(), merge=Merging()), "critical=.* or merge out"),
         (lambda: Knorm(tokens=4, storage=Int8(), channels=Channels()), "storage=Int8.* codes all"),
         (lambda: Phases(Knorm(tokens=4, channels=Channels())), "generation.channels drops .* all"),
         (lambda: LagKVOriginal(tokens=4), "lagkv_original evicts a share of each part"),

@@ -18,7 +18,7 @@ from tiny_lm import sharp_decoder
 
 import lcjax
 from lcjax import cost
-from lcjax.attention import CachePolicy, Channels, Critical, Landmark, Sliding, Threshold
+from lcjax.attention import CachePolicy, Channels, Critical, Landmark, Merging, Sliding, Threshold
 from lcjax.attention.budgets import AcrossLayers, AdaptiveHeads, LayerRatios
 from lcjax.attention.cache import FullCache, Prompt
 from lcjax.attention.policies import (
@@ -131,6 +131,7 @@ CUT = {  # case: policy
     "finch.chunks": Finch(ratio=0.5, window=8, part=20, positions="text"),
     "rerotation.snapkv": SnapKV(ratio=0.5, window=8, pool=5, positions="consecutive"),
     "simlayerkv.some_lazy": SimLayerKV(lazy_threshold=0.46, recent=40),
+    "merging.knorm": Knorm(ratio=0.5, merge=Merging(fraction=0.75)),
     "think.half": ThinK(channels=Channels(0.5, window=16)),
     "qfilter.r50": QFilter(ratio=0.5, file=filter_file(golden()[1]["qfilter.r50.filter"])),
     "cur.default": Cur(ratio=0.45),
@@ -168,6 +169,11 @@ def test_a_cut_prompt_gives_the_logits_of_the_released_code(golden_lm, case):
         for row, head in np.ndindex(order.shape[:2]):
             actual = order[row, head][order[row, head] > 0] - 1
             np.testing.assert_array_equal(actual, np.flatnonzero(mask[row, head]))
+    for number, values in enumerate(arrays.get(f"{case}.merged_v", ())):
+        layer, mask = session.cache.layers[number], arrays[f"{case}.kept"][number].astype(bool)
+        for head in np.ndindex(mask.shape[:2]):
+            actual = layer["values"][head][layer["order"][head][:, 0] > 0]
+            np.testing.assert_allclose(actual, values[head][mask[head]], atol=2e-5)
     for layer, is_kept in zip(session.cache.layers, arrays.get(f"{case}.channels", ())):
         expected = np.argwhere(is_kept)[:, -1].reshape(layer["channels"].shape)
         np.testing.assert_array_equal(layer["channels"], expected)
@@ -533,6 +539,7 @@ def test_generated_tokens_are_evicted_every_few_steps(lm):
         pytest.param(DUO, marks=pytest.mark.slow),
         pytest.param(THIN, marks=pytest.mark.slow),
         pytest.param(LAZY, marks=pytest.mark.slow),
+        pytest.param(Knorm(ratio=0.5, merge=Merging(fraction=0.5)), marks=pytest.mark.slow),
     ],
     ids=named,
 )
