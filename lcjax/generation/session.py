@@ -578,6 +578,7 @@ def read_prompts(
     prefix: CachedPrefix | None = None,
     with_ffn_input: bool = False,
     keeps_new: bool = False,
+    question: int | None = None,
 ) -> tuple[Any, Session]:
     """Reads prompts into a new cache.
 
@@ -595,6 +596,7 @@ def read_prompts(
       with_ffn_input: as in `Session`.
       keeps_new: whether a cache policy keeps all tokens that are read after its cut of the prompts,
         in chunks of any size.
+      question: how many of the last tokens of the prompts ask about the others; None: not known.
 
     Returns:
       What `Session.read` returns, float32 logits [B, V] of the token after each prompt, and the
@@ -628,7 +630,8 @@ def read_prompts(
         return session.read_from_first_column(tokens, np.array(lengths), sizes), session
     columns = (x[:, first:] for x in (tokens, segments, positions))
     output = session.read(*columns, ends, sizes=padded_chunks(width - first, chunk))
-    session.end_prompt(num_new, num_new if keeps_new else chunk, prompts, lm.tokenizer)
+    chunk = num_new if keeps_new else chunk
+    session.end_prompt(num_new, chunk, prompts, lm.tokenizer, question=question)
     return output, session
 
 

@@ -35,6 +35,7 @@ from lcjax.generation.session import (
     check_token_ids,
     prefill_chunk_size,
     prefix_tokens_reused,
+    read_prompts,
 )
 from lcjax.models import cache as cache_lib
 from lcjax.parallel.sharding import padding_rows, rows_over
@@ -106,19 +107,19 @@ def read_prefix(lm: InferenceModel, ids: Ids, question: int | None = None) -> Ca
     if not (is_cut or can_share_prefix(lm.config)) or follows_each or not len(ids):
         return None
     array = check_token_ids("prefix", ids, lm.config.vocab_size)
-    slots = cache_lib.whole_blocks(len(array))
-    chunk = prefill_chunk_size(None)
-    cache = cache_lib.create(
-        lm.model.config, 1, slots, chunk=chunk if is_cut else None, mesh=lm.mesh
-    )
-    if is_cut and not any(kind.evicts for kind in cache.kinds):
-        return None
+    slots, chunk = cache_lib.whole_blocks(len(array)), prefill_chunk_size(None)
     length = max(len(array), lm.length or 0)
-    session = Session(lm.model, lm.params, cache, lm.rotation(length))
-    session.read_ids(array, 0, chunk)
-    texts = [array] * len(session.cache.tokens)
-    # Rows that continue it are copies with slots of their own.
-    session.end_prompt(0, chunk, texts, lm.tokenizer, question=question)
+    rotation = lm.rotation(length)
+    if not is_cut:
+        cache = cache_lib.create(lm.model.config, 1, slots, mesh=lm.mesh)
+        session = Session(lm.model, lm.params, cache, rotation)
+        session.read_ids(array, 0, chunk)
+    elif any(kind.evicts for kind, _ in cache_lib.fitted_caches(lm.model.config, slots, chunk)):
+        # Rows that continue it are copies with slots of their own.
+        options = {"num_new": 0, "chunk": chunk, "question": question}
+        _, session = read_prompts(lm, [array], rotation, **options)
+    else:
+        return None
     return CachedPrefix(session.cache, array, lm, length)
 
 
