@@ -1,24 +1,31 @@
-"""Measures cache methods (`model.cache`): memory as compilers report it, and time on a CPU.
+"""Measures cache methods (`model.cache`): memory as compilers report it, time on a CPU, quality.
 
     python benchmarks/cache.py memory [--topologies cpu v5e:2x4 ...] [--lengths 131072 1048576]
     python benchmarks/cache.py speed [--tokens 4096] [--rounds 3]
+    python benchmarks/cache.py quality [--lengths 4096 8192] [--ratios 0.5 0.25 0.75]
+    python benchmarks/cache.py quality --streamed     # text that is evicted while it is read
     python benchmarks/cache.py tables [--write]       # from cache.json; fills docs/benchmarks.md
 
 `memory` compiles Llama-3-8B in bfloat16, with `--layers` of its 32, for devices that need not be
 present (extras `aot` and `cuda`): reading the last 4,096 tokens of a prompt (fewer with chunks),
 the cut at its end, and a decoding step after it. `speed` reads a prompt with SmolLM2-135M on this
 CPU and decodes 64 tokens; each measurement is a process of its own, and methods take turns with
-the full cache. Both add their results to cache.json; a case that is there is not repeated.
+the full cache. `quality` runs configs/eval_cache_smollm2.yaml, or eval_cache_stream_smollm2.yaml,
+for one method after the other; `--set model.path=... data.path=...` is for another model. All add
+their results to cache.json; a case that is there is not repeated.
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
 import re
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import processes
@@ -41,6 +48,36 @@ METHODS = {
     "streaming, chunks": {"type": "streaming", **_POLICY, "chunk": CHUNK},
     "quest": {"type": "quest", **_POLICY},
 }  # fmt: skip
+POLICIES = {
+    "snapkv": {"type": "snapkv"},
+    "tova": {"type": "tova"},
+    "h2o": {"type": "h2o"},
+    "observed attention": {"type": "observed_attention"},
+    "expected attention": {"type": "expected_attention"},
+    "expected attention, Ada-KV": {
+        "type": "expected_attention", "epsilon": 0.01, "heads": {"type": "adaptive"}
+    },
+    "lagkv": {"type": "lagkv"},
+    "keydiff": {"type": "keydiff"},
+    "kvzip": {"type": "kvzip"},
+    "knorm": {"type": "knorm"},
+    "streaming": {"type": "streaming"},
+    "random": {"type": "random"},
+}  # fmt: skip
+# RULER at 4,096 tokens with Llama-3.1-8B-Instruct, question unseen, by the share evicted: the
+# leaderboard of kvpress (github.com/NVIDIA/kvpress); the full cache has 95.4
+PUBLISHED = {
+    "kvzip": {0.25: 95.5, 0.5: 95.5, 0.75: 95.1},
+    "expected attention, Ada-KV": {0.25: 94.0, 0.5: 91.5, 0.75: 74.3},
+    "keydiff": {0.25: 91.0, 0.5: 84.7, 0.75: 74.2},
+    "tova": {0.25: 86.5, 0.5: 75.5, 0.75: 64.2},
+    "expected attention": {0.25: 87.6, 0.5: 74.7, 0.75: 52.7},
+    "snapkv": {0.25: 80.3, 0.5: 67.0, 0.75: 40.0},
+    "streaming": {0.25: 78.2, 0.5: 59.8, 0.75: 40.3},
+    "knorm": {0.25: 74.5, 0.5: 49.7, 0.75: 28.9},
+    "observed attention": {0.25: 72.9, 0.5: 50.8, 0.75: 28.9},
+    "random": {0.25: 63.1, 0.5: 7.7, 0.75: 0.5},
+}
 TOPOLOGIES = {"v5e:2x4": 8, "v6e:2x2": 4, "h100:2": 2, "cpu": 1}  # and the size of the axis tensor
 PROGRAMS = ("prefill", "cut", "decode")
 NEW = 64
@@ -117,13 +154,37 @@ def speed(name: str, tokens: int) -> dict:
     return {"prompt": first, "token": 1e3 * (last - first) / (NEW - 1)}
 
 
+def quality(config: str, length: int, method: dict, words: list[str]) -> dict:
+    """Runs an evaluation of one method; returns what each needle, and each window, scored."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes.python(
+            str(processes.ROOT / "eval.py"), "--config", f"lcjax:{config}", f"--lengths=[{length}]",
+            f"--methods={json.dumps([method])}", f"--run.folder={folder}/run",
+            *(f"--{word}" for word in words), **processes.CPU,
+        )  # fmt: skip
+        records, held = [], set()
+        for path in Path(folder, "run").glob("*/*.jsonl"):
+            lines = map(json.loads, path.read_text().splitlines())
+            if path.parent.name == "records":
+                records += lines
+            else:
+                held |= {line["cache_bytes"] for line in lines}
+    windows = sorted((r for r in records if "nll" in r), key=lambda r: (r["source"], r["window"]))
+    return {
+        "held": max(held),
+        "needles": [r["correct"] for r in records if "correct" in r],
+        "nats": [r["nll"] / r["scored"] for r in windows],
+        "sources": [r["source"] for r in windows],
+    }
+
+
 def measure_memory(args: argparse.Namespace) -> None:
     for topology in args.topologies:
         for length in args.lengths:
             for name in args.methods:
                 key = f"{topology} {length} {args.layers} {name}"
                 words = ("memory", topology, name, str(length), str(args.layers))
-                _add("memory", key, words)
+                _add("memory", key, _worker(*words))
 
 
 def measure_speed(args: argparse.Namespace) -> None:
@@ -131,18 +192,82 @@ def measure_speed(args: argparse.Namespace) -> None:
         for name in args.methods:
             for side in ("full", name) if round_ % 2 == 0 else (name, "full"):
                 key = f"{args.tokens} {name} {round_} {side}"
-                _add("speed", key, ("speed", side, str(args.tokens)))
+                _add("speed", key, _worker("speed", side, str(args.tokens)))
 
 
-def _add(part: str, key: str, words: tuple[str, ...]) -> None:
+def measure_quality(args: argparse.Namespace) -> None:
+    config = "eval_cache_stream_smollm2" if args.streamed else "eval_cache_smollm2"
+    protocol = "streamed" if args.streamed else args.question
+    for length in args.lengths or ([2048] if args.streamed else [4096]):
+        first = "streamed" if args.streamed else "text"
+        cases = {f"{length} {first} - full": {"name": "full"}}
+        for kept in [512] if args.streamed else args.ratios:
+            for name in args.methods:
+                method = {"name": name, "cache": {**POLICIES[name], "ratio": kept}}
+                if args.streamed:
+                    method["cache"] = {**POLICIES[name], "tokens": kept, "chunk": 256}
+                else:
+                    method["question"] = args.question
+                if not (args.streamed and name == "kvzip"):  # which reads the text again at its end
+                    cases[f"{length} {protocol} {kept} {name}"] = method
+        for key, method in cases.items():
+            run = functools.partial(quality, config, length, method, args.set)
+            _add(" ".join(["quality", *args.set]), key, run)
+
+
+def _add(part: str, key: str, run: Callable[[], dict]) -> None:
     results = json.loads(FILE.read_text()) if FILE.exists() else {}
     if key in results.get(part, {}):
         return
-    result = processes.measured(__file__, "worker", *words, **processes.CPU)
+    result = run()
+    results = json.loads(FILE.read_text()) if FILE.exists() else {}  # others may have added theirs
     results.setdefault(part, {})[key] = result
     results["machine"] = f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}"
     FILE.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     print(f"{key}: {result}", file=sys.stderr, flush=True)
+
+
+def _worker(*words: str) -> Callable[[], dict]:
+    return functools.partial(processes.measured, __file__, "worker", *words, **processes.CPU)
+
+
+def quality_table(results: dict) -> str:
+    """Returns a line for each method: its bytes, needles, and nats a token above the full cache."""
+    from lcjax.evaluation.statistics import paired, wilson
+
+    lines = [
+        "| method | tokens | question | evicted | MB of a row | needles found | nats a token more"
+        " | kvpress, RULER |",
+        "|---|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    rows = results.get("quality", {})
+    for key, row in sorted(rows.items(), key=lambda item: _quality_order(item[0])):
+        length, protocol, kept, name = key.split(" ", 3)
+        full = rows[f"{length} {'streamed' if protocol == 'streamed' else 'text'} - full"]
+        needles, nats, published = "", "", ""
+        if row["needles"]:
+            right, total = sum(row["needles"]), len(row["needles"])
+            low, high = wilson(round(right), total)
+            needles = f"{right / total:.2f} ({low:.2f} to {high:.2f}, n = {total})"
+        if name != "full":
+            more = paired(full["nats"], row["nats"], clusters=row["sources"])
+            nats = f"{more.mean:+.3f} ({more.low:+.3f} to {more.high:+.3f}, n = {more.count})"
+        if protocol == "unseen" and name in PUBLISHED:
+            published = PUBLISHED[name].get(float(kept), "")
+        elif protocol == "text":
+            published = 95.4
+        evicted = {"text": "", "streamed": f"to {kept} tokens"}.get(protocol, kept)
+        cells = name, f"{int(length):,}", protocol, evicted, f"{row['held'] / 1e6:.0f}"
+        lines.append(f"| {' | '.join(map(str, (*cells, needles, nats, published)))} |")
+    return "\n".join(lines)
+
+
+def _quality_order(key: str) -> tuple:
+    length, protocol, kept, name = key.split(" ", 3)
+    place = 0 if name == "full" else 1 + list(POLICIES).index(name)
+    protocols = ["text", "unseen", "seen", "streamed"]
+    is_streamed = protocol == "streamed"
+    return is_streamed, int(length), protocols.index(protocol), kept, place
 
 
 def memory_table(results: dict) -> str:
@@ -195,7 +320,7 @@ def speed_table(results: dict) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"memory": memory_table, "speed": speed_table}
+TABLES = {"memory": memory_table, "speed": speed_table, "quality": quality_table}
 
 
 def filled(page: str) -> str:
@@ -225,11 +350,13 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts = parser.add_subparsers(required=True)
-    for name, run in (("memory", measure_memory), ("speed", measure_speed), ("tables", tables)):
+    measures = {"memory": measure_memory, "speed": measure_speed, "quality": measure_quality}
+    for name, run in (measures | {"tables": tables}).items():
         part = parts.add_parser(name)
         part.set_defaults(run=run)
         if name != "tables":
-            part.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+            names = list(POLICIES if name == "quality" else METHODS)
+            part.add_argument("--methods", nargs="+", choices=names, default=names)
         if name == "memory":
             part.add_argument("--topologies", nargs="+", choices=TOPOLOGIES, default=[*TOPOLOGIES])
             part.add_argument("--lengths", nargs="+", type=int, default=[131_072, 1_048_576])
@@ -237,6 +364,12 @@ def main() -> None:
         elif name == "speed":
             part.add_argument("--tokens", type=int, default=4096)
             part.add_argument("--rounds", type=int, default=3)
+        elif name == "quality":
+            part.add_argument("--lengths", nargs="+", type=int)
+            part.add_argument("--ratios", nargs="+", type=float, default=[0.5, 0.25, 0.75])
+            part.add_argument("--question", choices=("unseen", "seen"), default="unseen")
+            part.add_argument("--streamed", action="store_true")
+            part.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE")
         else:
             part.add_argument("--write", action="store_true", help="fill the tables of the docs")
     args = parser.parse_args()
