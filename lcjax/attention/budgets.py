@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import io
 import json
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import draccus
@@ -138,6 +139,9 @@ class HeadBudget(draccus.ChoiceRegistry, abc.ABC):
     differs_by_layer: ClassVar[bool] = False  # whether counts depend on the layer
 
     across_layers: ClassVar[bool] = False  # whether heads of all layers share
+    # Whether a ratio keeps int(n (1 - ratio)) of the n tokens of all layers; else it evicts
+    # int(n ratio)
+    rounds_down: ClassVar[bool] = False
     # A head keeps at most this multiple of an equal share; its cache has as many slots.
     most: Annotated[float, Interval(least=1)] = 2.0
 
@@ -147,6 +151,14 @@ class HeadBudget(draccus.ChoiceRegistry, abc.ABC):
     def protect(self, scores: Float[Array, "B K S"], slots: Candidates) -> Float[Array, "B K S"]:
         """Returns scores in which those of tokens that always stay are inf."""
         return scores
+
+    def ranked(self, scores: Sequence[Float[Array, "B K S"]]) -> list[Float[Array, "B U S"]]:
+        """Returns the scores by which layers share what stays, of U heads or other units of each.
+
+        Args:
+          scores: those of each layer; -inf for empty slots.
+        """
+        return list(scores)
 
     @abc.abstractmethod
     def counts(
@@ -201,6 +213,34 @@ class AcrossLayers(AdaptiveHeads):
     across_layers: ClassVar[bool] = True
 
     floor: Fraction = 0.0
+
+
+@HeadBudget.register_subclass("composite")
+@dataclasses.dataclass(frozen=True)
+class Composite(AcrossLayers):
+    """Layers share what stays, and heads of a layer keep equally many: KVCompose (2509.05165).
+
+    A composite token is the best token of each head of a layer, or the second best of each, and so
+    on; its score is the mean over heads. Of the composite tokens of all layers the best stay, at
+    least one of each layer. The first layer has the greatest score of all layers at each rank, so
+    that it keeps most, as in kvpress, where other layers may not be longer.
+    """
+
+    rounds_down: ClassVar[bool] = True
+
+    def ranked(self, scores):
+        def composite(x):
+            best_first = -jnp.sort(-x, axis=-1)
+            is_empty = jnp.isneginf(best_first).any(1, keepdims=True)
+            return jnp.where(is_empty, -jnp.inf, best_first.mean(1, keepdims=True))
+
+        layers = [composite(x) for x in scores]
+        return [functools.reduce(jnp.maximum, layers), *layers[1:]]
+
+    def counts(self, scores, counts, most, slots, layer):
+        if slots is not None:  # one layer alone
+            return counts
+        return super().counts(scores, counts, most, slots, layer)
 
 
 @functools.lru_cache(maxsize=8)

@@ -303,11 +303,14 @@ class CachePolicy(CacheMethod):
     def total_budgets(self, length: int, heads: int) -> np.ndarray:
         """Returns how many tokens `heads` heads keep together, int [length + 1] (`budgets`).
 
-        A ratio evicts int(heads n ratio) of their tokens, in float64.
+        A ratio evicts int(heads n ratio) of their tokens, in float64, or keeps
+        max(1, int(heads n (1 - ratio))) if `self.heads.rounds_down`.
         """
         read = heads * np.arange(length + 1)
         if self.ratio is None:
             return np.minimum(heads * self.tokens, read)
+        if self.heads.rounds_down:
+            return np.minimum(np.maximum((read * (1 - self.ratio)).astype(np.int64), 1), read)
         return read - (read * self.ratio).astype(np.int64)
 
     def loses_nothing(self, length: int, layer: tuple[int, int] | None) -> bool:
@@ -799,15 +802,17 @@ class Evicting(FullCache):
             is the same text. Caches may differ in their storage.
         """
         scores = [kind._scores(kind._candidates(*rest)) for kind, *rest in layers]
-        heads = np.cumsum([each.shape[1] for each in scores])
+        ranked = self.policy.heads.ranked(scores)
+        heads = np.cumsum([each.shape[1] for each in ranked])
         total = jnp.asarray(self.policy.total_budgets(self.length, heads[-1]), jnp.int32)
         total = total[layers[0][-1].tokens]
         # As equal as whole numbers are
         place = jnp.arange(heads[-1], dtype=jnp.int32)
         counts = (total[:, None] + heads[-1] - 1 - place) // heads[-1]
-        scores = jnp.concatenate(scores, axis=1)
-        counts = self.policy.heads.counts(scores, counts, self.num_kept, None, (0, 1))
-        return jnp.split(counts, heads[:-1], axis=1)
+        ranked = jnp.concatenate(ranked, axis=1)
+        counts = self.policy.heads.counts(ranked, counts, self.num_kept, None, (0, 1))
+        counts = jnp.split(counts, heads[:-1], axis=1)
+        return [jnp.broadcast_to(x, each.shape[:2]) for x, each in zip(counts, scores, strict=True)]
 
     def end_prompt(self, arrays, slots, prompt, new, chunk, counts=None):
         cuts = self.cuts_prompts and (self.is_prompt or self.policy.threshold is None)

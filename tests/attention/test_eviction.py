@@ -13,6 +13,7 @@ from lcjax.attention import AttentionMetadata, CacheMethod, Causal, KeepAll
 from lcjax.attention.budgets import (
     AcrossLayers,
     AdaptiveHeads,
+    Composite,
     Critical,
     HeadRates,
     LayerRatios,
@@ -558,10 +559,21 @@ def test_a_ratio_of_zero_is_the_full_cache():
             assert Evicting(whole).fit(64, 16) == (FullCache(), 64)
 
 
-@pytest.mark.parametrize(("ratio", "most"), [(0.37, 4.0), (0.7, 1.25)])
-def test_heads_of_all_layers_share_a_budget_exactly(ratio, most):
-    """Together they lose int(L K T ratio) tokens, and no head has more than its slots."""
-    policy = KVzip(ratio=ratio, heads=AcrossLayers(most=most))
+@pytest.mark.parametrize(
+    ("ratio", "heads"),
+    [
+        (0.37, AcrossLayers(most=4.0)),
+        (0.7, AcrossLayers(most=1.25)),
+        (0.37, Composite(most=4.0)),
+        (0.7, Composite(most=1.25)),
+    ],
+)
+def test_heads_of_all_layers_share_a_budget_exactly(ratio, heads):
+    """Together they lose int(L K T ratio) tokens, and no head has more than its slots.
+
+    With composite tokens, layers keep int(L T (1 - ratio)) of these, the first one most.
+    """
+    policy = KVzip(ratio=ratio, heads=heads)
     kind, _ = Evicting(policy).fit(60, 60)
     rng, lengths = np.random.default_rng(0), np.array([53, 20])
     order = np.where(np.arange(60) < lengths[:, None], np.arange(60) + 1, 0)
@@ -572,9 +584,14 @@ def test_heads_of_all_layers_share_a_budget_exactly(ratio, most):
     ]
     prompt = Prompt(jnp.array(lengths), no_rotation())
     counts = np.stack(kind.shared_counts([(kind, arrays, prompt) for arrays in layers]))
-    assert counts.sum((0, 2)).tolist() == [6 * n - int(6 * n * ratio) for n in lengths]
     assert counts.max() <= kind.num_kept and counts.min() >= 1
-    if most == 4.0:  # the heads with the greatest scores keep most
+    if isinstance(heads, Composite):
+        assert counts[..., 0].sum(0).tolist() == [int(3 * n * (1 - ratio)) for n in lengths]
+        assert (counts[..., 0] == counts[..., 1]).all()
+        assert (counts[0] >= counts[2]).all() and (counts[2] >= counts[1]).all()
+        return
+    assert counts.sum((0, 2)).tolist() == [6 * n - int(6 * n * ratio) for n in lengths]
+    if heads.most == 4.0:  # the heads with the greatest scores keep most
         assert counts[0].sum() < counts[2].sum()
 
 

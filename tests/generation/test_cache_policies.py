@@ -19,7 +19,7 @@ from tiny_lm import sharp_decoder
 import lcjax
 from lcjax import cost
 from lcjax.attention import CachePolicy, Channels, Critical, Landmark, Merging, Sliding, Threshold
-from lcjax.attention.budgets import AcrossLayers, AdaptiveHeads, LayerRatios
+from lcjax.attention.budgets import AcrossLayers, AdaptiveHeads, Composite, LayerRatios
 from lcjax.attention.cache import FullCache, Prompt
 from lcjax.attention.policies import (
     Cap,
@@ -30,6 +30,7 @@ from lcjax.attention.policies import (
     Finch,
     KeyDiff,
     Knorm,
+    KVCompose,
     KVzip,
     LagKV,
     LagKVOriginal,
@@ -131,6 +132,7 @@ CUT = {  # case: policy
     "finch.chunks": Finch(ratio=0.5, window=8, part=20, positions="text"),
     "rerotation.snapkv": SnapKV(ratio=0.5, window=8, pool=5, positions="consecutive"),
     "simlayerkv.some_lazy": SimLayerKV(lazy_threshold=0.46, recent=40),
+    "kvcompose.structured": KVCompose(ratio=0.4, heads=Composite(most=4)),
     "merging.knorm": Knorm(ratio=0.5, merge=Merging(fraction=0.75)),
     "think.half": ThinK(channels=Channels(0.5, window=16)),
     "qfilter.r50": QFilter(ratio=0.5, file=filter_file(golden()[1]["qfilter.r50.filter"])),
@@ -349,6 +351,7 @@ POLICIES = [
             THIN,
             THINK,
             LAZY,
+            KVCompose(ratio=0.5),
         )
     ),
 ]
@@ -539,6 +542,7 @@ def test_generated_tokens_are_evicted_every_few_steps(lm):
         pytest.param(DUO, marks=pytest.mark.slow),
         pytest.param(THIN, marks=pytest.mark.slow),
         pytest.param(LAZY, marks=pytest.mark.slow),
+        pytest.param(KVCompose(ratio=0.5), marks=pytest.mark.slow),
         pytest.param(Knorm(ratio=0.5, merge=Merging(fraction=0.5)), marks=pytest.mark.slow),
     ],
     ids=named,
@@ -688,6 +692,7 @@ def order_indices_of(layer):
                 Phases(Knorm(tokens=24, every=4)),
                 Phases(Knorm(tokens=24, every=4), KeyDiff(ratio=0.5)),
                 KVzip(ratio=0.5, part=32),
+                KVCompose(ratio=0.5),
                 DUO,
                 THIN,
             )
@@ -733,6 +738,7 @@ def test_a_conversation_keeps_a_prompt_that_loses_nothing(lm, prompt):
         pytest.param(Phases(Knorm(tokens=40, every=2), KeyDiff(ratio=0.3)), marks=pytest.mark.slow),
         pytest.param(THIN, marks=pytest.mark.slow),
         pytest.param(LAZY, marks=pytest.mark.slow),
+        pytest.param(KVCompose(ratio=0.5), marks=pytest.mark.slow),
     ],
     ids=named,
 )
