@@ -7,16 +7,16 @@ import dataclasses
 import functools
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar
 
 import draccus
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from lcjax.attention.candidates import Candidates, for_each_head
+from lcjax.attention.candidates import Candidates, for_each_head, on_each_device
 from lcjax.errors import (
     Fraction,
     InputError,
@@ -430,24 +430,87 @@ def in_spans(
     return jnp.where(slots.is_token, each, -jnp.inf), jnp.broadcast_to(counts, (len(counts), heads))
 
 
-def in_parts(
-    slots: Candidates, scores: Float[Array, "B K S"], size: int, ratio: float
-) -> Float[Array, "B K S"]:
-    """Puts the best tokens of each part of `size` tokens before all others.
+class TextParts:
+    """The slots of a layer, arranged by parts of `size` tokens of the text of each row.
 
-    Of a part of n tokens, max(1, int(n (1 - ratio))) get the score inf; the last part may be
-    shorter. `part_budgets` is their number.
+    Args:
+      slots: the slots.
+      size: tokens of a part, counted from the first token of a row, also those evicted before.
+      length: maximum number of tokens of a row; it gives the number C of parts.
     """
-    first = slots.from_first(scores, -jnp.inf)
-    padding = [(0, 0), (0, 0), (0, -first.shape[-1] % size)]
-    parts = jnp.pad(first, padding, constant_values=-jnp.inf)
-    parts = parts.reshape(*parts.shape[:2], -1, size)
-    starts = jnp.arange(parts.shape[2], dtype=jnp.int32) * size
-    lengths = jnp.clip(slots.counts - starts, 0, size)  # [B, K, C]
-    is_best = _greatest(parts, _share(1 - ratio, size)[lengths])
-    is_best = is_best.reshape(*is_best.shape[:2], -1)[..., : scores.shape[-1]]
+
+    def __init__(self, slots: Candidates, size: int, length: int):
+        self._slots, self._size, self._count = slots, size, -(-length // size)
+        starts = size * jnp.arange(self._count, dtype=jnp.int32)
+        self.tokens = jnp.clip(slots.tokens[:, None] - starts, 0, size)  # [B, C], read of each part
+        # [B, K, C P], the slot of each token; S if it is gone
+        self._source = on_each_device(self._sources, slots.layout, slots.index)
+
+    def split(self, x: Shaped[Array, "B K S ..."], fill: float) -> Shaped[Array, "B K C P ..."]:
+        """Arranges entries of slots by parts; places whose tokens are gone get `fill`."""
+        source = self._source.reshape(*self._source.shape, *[1] * (x.ndim - 3))
+        is_held = source < self._slots.index.shape[-1]
+        x = jnp.where(is_held, self._slots.take(x, source), fill)
+        return x.reshape(*x.shape[:2], self._count, self._size, *x.shape[3:])
+
+    def join(self, x: Shaped[Array, "B K C P"]) -> Shaped[Array, "B K S"]:
+        """Moves entries of parts back to the slots; those of empty slots do not matter."""
+        x = x.reshape(*x.shape[:2], -1)
+        return self._slots.take(x, jnp.maximum(self._slots.index, 0))
+
+    def _sources(self, index: Int[Array, "B K S"]) -> Int[Array, "B K C*P"]:
+        size = self._count * self._size
+        empty = jnp.full((*index.shape[:2], size), index.shape[-1], jnp.int32)
+        places = jnp.where(index < 0, size, index)
+        slots = jnp.broadcast_to(jnp.arange(index.shape[-1], dtype=jnp.int32), index.shape)
+        return jnp.put_along_axis(empty, places, slots, axis=2, inplace=False, mode="drop")
+
+    def shares(self, ratio: float) -> Int[Array, "B C"]:
+        """Returns max(1, int(n (1 - ratio))) of the n tokens of each part."""
+        return jnp.where(self.tokens > 0, _share(1 - ratio, self._size)[self.tokens], 0)
+
+    def divided(self, counts: Int[Array, "B K"]) -> Int[Array, "B K C"]:
+        """Returns how many of the `counts` tokens of each head a part keeps, in proportion."""
+        tokens = self._slots.tokens[:, None, None]
+        ends = jnp.cumsum(self.tokens, axis=-1)[:, None]
+        upto = _proportion(counts[..., None], ends, jnp.maximum(tokens, 1))
+        return jnp.diff(upto, axis=-1, prepend=0)
+
+
+def _proportion(
+    count: Int[Array, "B K 1"], part: Int[Array, "B 1 C"], whole: Int[Array, "B 1 1"]
+) -> Int[Array, "B K C"]:
+    """Returns count x part // whole, of count and part up to whole < 2^28.
+
+    The product may overflow int32. A float32 quotient is off by less than 2, and what is left to
+    correct is right modulo 2^32.
+    """
+    near = jnp.round(count * (part / whole)).astype(jnp.int32)
+    return near + (count * part - near * whole) // whole
+
+
+def first_of_parts(
+    parts: TextParts,
+    scores: Float[Array, "B K S"],
+    counts: Int[Array, "B K C"],
+    rescore: Callable[..., Array] | None,
+    norms: Float[Array, "B K S"] | None,
+) -> Float[Array, "B K S"]:
+    """Puts the best `counts` tokens of each part before all others: their score is inf.
+
+    Args:
+      parts: the parts of the text.
+      scores: -inf for empty slots.
+      counts: how many tokens stay of each part.
+      rescore: as `Critical.rescore`, of the scores, norms and counts of parts; None: scores stay.
+      norms: those of the values in slots; only for `rescore`.
+    """
+    split = parts.split(scores, -jnp.inf)
+    if rescore is not None:
+        split = rescore(split, parts.split(norms, 0.0), counts)
+    is_best = _greatest(split[..., ::-1], counts)[..., ::-1]  # of equal scores later tokens stay
     others = jnp.minimum(scores, jnp.finfo(jnp.float32).max)
-    return jnp.where(slots.to_slots(is_best), jnp.inf, others)
+    return jnp.where(parts.join(is_best) & (scores > -jnp.inf), jnp.inf, others)
 
 
 def part_budgets(length: int, size: int, ratio: float) -> Int[np.ndarray, " T"]:

@@ -27,8 +27,11 @@ from lcjax.attention.budgets import (
     Critical,
     HeadBudget,
     LayerBudget,
+    TextParts,
     Threshold,
+    first_of_parts,
     in_spans,
+    part_budgets,
     value_norms,
 )
 from lcjax.attention.cache import (
@@ -74,6 +77,9 @@ class CachePolicy(CacheMethod):
 
     examples: ClassVar[tuple[dict, ...]] = ({"tokens": 32},)
     evicts: ClassVar[bool] = True
+    # Whether a part of `part` tokens is scored as if it were the whole text; for policies without
+    # arrays of their own
+    scores_part: ClassVar[bool] = False
     # Names of arrays [B, K, S, 1] float32 with a number for each slot, which moves with its token.
     slot_state: ClassVar[tuple[str, ...]] = ()
     # How much stays: a number of tokens for each key head, all but a share of the tokens read, or
@@ -89,6 +95,8 @@ class CachePolicy(CacheMethod):
     critical: Critical | None = None  # weights scores by values in a second stage (CriticalKV)
     # Tokens that stay or go together, the same ones in all heads (ChunkKV); null: each on its own
     span: PositiveInt | None = None
+    # Tokens of a part of the text, each of which keeps its share of ratio; null: it has one part
+    part: PositiveInt | None = None
     # Where kept tokens stand: at their positions in the text, or at 0, 1, 2, ... and the next token
     # behind them (StreamingLLM, section 3.2; KeyRerotation of kvpress)
     positions: Annotated[str, OneOf(("text", "consecutive"))] = "text"
@@ -107,7 +115,7 @@ class CachePolicy(CacheMethod):
                 " or ratio, the share that it evicts, or threshold, the score that tokens need"
             )
         if self.threshold is not None:
-            self._check_alone("threshold", "layers", "heads", "critical", "span")
+            self._check_alone("threshold", "layers", "heads", "critical", "span", "part")
             if self.positions == "consecutive":
                 raise InputError(
                     "model.cache.positions=consecutive needs heads that keep equally many tokens,"
@@ -126,6 +134,8 @@ class CachePolicy(CacheMethod):
                 f"model.cache.{other} chooses tokens for each head, and span keeps the same tokens"
                 " in all heads; leave one of the two out"
             )
+        if self.part is not None:
+            self._check_part()
         if self.chunk is not None and not self.cuts_text:
             kind = self.get_choice_name(type(self))
             raise InputError(
@@ -150,6 +160,19 @@ class CachePolicy(CacheMethod):
             self._check_channels()
         if self.merge is not None:
             self._check_merge()
+
+    def _check_part(self) -> None:
+        """Raises an InputError if parts have no share, or no choice."""
+        if self.ratio is None:
+            raise InputError(
+                f"model.cache.part={self.part} gives each part of a text its share of ratio; set"
+                " ratio in place of tokens, or leave part out"
+            )
+        if self.span is not None:
+            raise InputError(
+                f"model.cache.span={self.span} chooses spans of the whole text, and part="
+                f"{self.part} tokens of each part; leave one of the two out"
+            )
 
     def _check_layers(self) -> None:
         """Raises an InputError if fields beside `layers` would have no effect."""
@@ -285,6 +308,8 @@ class CachePolicy(CacheMethod):
         read = np.arange(length + 1)
         if self.threshold is not None:
             return read
+        if self.part is not None and self.layers is None:
+            return part_budgets(length, self.part, self.ratio)
         if self.tokens is not None:
             mean = np.minimum(float(self.tokens), read)
         else:
@@ -726,9 +751,13 @@ class Evicting(FullCache):
                 if policy.heads is not None:
                     layer = self.layer or (0, 1)
                     counts = policy.heads.counts(scores, counts, self.num_kept, slots, layer)
+            norms = rescore = None
             if policy.critical is not None:
-                norms = arrays["value_norms"][..., 0]
-                scores = policy.critical.rescore(scores, norms, counts)
+                norms, rescore = arrays["value_norms"][..., 0], policy.critical.rescore
+            if policy.part is not None:
+                scores = self._cut_parts(slots, scores, counts, rescore, norms)
+            elif rescore is not None:
+                scores = rescore(scores, norms, counts)
             if policy.span is not None:
                 budget = policy.span, policy.tokens, policy.ratio, self.length
                 scores, counts = in_spans(slots, scores, *budget)
@@ -788,9 +817,44 @@ class Evicting(FullCache):
     def _scores(self, slots: Candidates) -> Float[Array, "B K S"]:
         """Returns scores in which any token comes before an empty slot, and a number before NaN."""
         low = jnp.finfo(jnp.float32).min
-        scores = self.policy.score(slots).astype(jnp.float32)
+        policy = self.policy
+        is_by_part = policy.part is not None and policy.scores_part
+        scores = (self._score_parts if is_by_part else policy.score)(slots).astype(jnp.float32)
         scores = jnp.nan_to_num(scores, nan=low, posinf=jnp.inf, neginf=low)
         return jnp.where(slots.is_token, scores, -jnp.inf)
+
+    def _score_parts(self, slots: Candidates) -> Float[Array, "B K S"]:
+        """Returns the scores of tokens, where each part is a text of its own."""
+        parts = TextParts(slots, self.policy.part, self.length)
+
+        def score(keys, values, index, positions, tokens):
+            part = {"keys": keys, "values": values, "index": index, "positions": positions}
+            options = {"tokens": tokens, "next_position": tokens, "state": {}, "question": None}
+            return self.policy.score(slots._replace(**part, **options))
+
+        of_slots = (slots.keys, 0), (slots.values, 0), (slots.index, -1), (slots.positions, 0)
+        keys, values, index, positions = (parts.split(x, fill) for x, fill in of_slots)
+        index = jnp.where(index < 0, -1, index % self.policy.part)
+        axes = 2, 2, 2, 2, 1
+        scores = jax.vmap(score, axes, 2)(keys, values, index, positions, parts.tokens)
+        return parts.join(scores)
+
+    def _cut_parts(
+        self,
+        slots: Candidates,
+        scores: Float[Array, "B K S"],
+        counts: Int[Array, "B K"],
+        rescore: Callable[..., Array] | None,
+        norms: Float[Array, "B K S"] | None,
+    ) -> Float[Array, "B K S"]:
+        """Returns scores in which the tokens that parts keep come first (`first_of_parts`)."""
+        policy, parts = self.policy, TextParts(slots, self.policy.part, self.length)
+        if policy.layers is None and policy.heads is None:
+            of_parts = parts.shares(policy.ratio)[:, None]
+            of_parts = jnp.broadcast_to(of_parts, (*counts.shape, of_parts.shape[-1]))
+        else:
+            of_parts = parts.divided(counts)
+        return first_of_parts(parts, scores, of_parts, rescore, norms)
 
     def shared_counts(
         self, layers: Sequence[tuple[Evicting, Arrays, Prompt]]

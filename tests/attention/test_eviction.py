@@ -19,10 +19,12 @@ from lcjax.attention.budgets import (
     LayerRatios,
     Pyramid,
     PyramidOriginal,
+    TextParts,
     Threshold,
 )
 from lcjax.attention.cache import FullCache, LayerCache, LayerShape, Prompt, Tokens
 from lcjax.attention.cache_storage import Int8
+from lcjax.attention.candidates import Candidates
 from lcjax.attention.channels import Channels
 from lcjax.attention.eviction import CachePolicy, Evicting
 from lcjax.attention.merging import Merging
@@ -39,6 +41,7 @@ from lcjax.attention.policies import (
     KVzip,
     LagKV,
     LagKVOriginal,
+    Leverage,
     NonCausal,
     ObservedAttention,
     Phases,
@@ -101,6 +104,7 @@ CASES = {  # name: policy
         ),
     ),
     "per_layer.knorm": Knorm(ratio=0.5, layers=LayerRatios((0.25, 0.5, 0.75, 0.1))),
+    "chunk.knorm": Knorm(ratio=0.5, part=20),
     "qfilter.r50": QFilter(ratio=0.5, file=filter_file(golden()[1]["qfilter.r50.filter"])),
     "cur.default": Cur(ratio=0.45),
     "non_causal.chunk32": NonCausal(ratio=0.5, block=32, fills_block=True),
@@ -358,6 +362,8 @@ def policies():
     yield Knorm(threshold=Threshold(-2.5, window=6))
     yield Knorm(ratio=0.5, every=4, span=5)
     yield KeyDiff(tokens=24, every=4, heads=AdaptiveHeads())
+    yield KeyDiff(ratio=0.5, every=4, part=12, heads=AdaptiveHeads(), critical=Critical())
+    yield LagKV(ratio=0.4, every=4, part=20, lag=4, positions="consecutive")
     yield SnapKV(ratio=0.6, every=4, window=6, heads=AdaptiveHeads(most=1.5), pooling="max")
     yield SnapKV(tokens=24, every=4, window=6, positions="consecutive")
     yield H2O(tokens=24, every=4, recent=4, critical=Critical(), heads=AdaptiveHeads())
@@ -421,13 +427,15 @@ def is_first_of_its_arrays(policy):
         return policy.heads is not None
     if policy.span or policy.heads or policy.critical:
         return policy.critical is not None or policy.span is not None
+    if policy.part is not None:
+        return False  # the one with `heads` shows it
     return kind in (SnapKV, ExpectedAttention, LagKV, Finch, Compactor) and policy == kind(
         every=4, **kind.examples[0]
     )
 
 
 def can_be_cut_by_chunk(policy):
-    return policy.cuts_text and policy.channels is getattr(policy, "part", None) is None
+    return policy.cuts_text and policy.channels is None
 
 
 @pytest.mark.parametrize("policy", each_method(POLICIES + METHODS, is_first_of_its_arrays))
@@ -456,6 +464,47 @@ def test_padding_and_other_rows_change_nothing(policy):
         one, two = alone(*token), batch(*(np.concatenate([x, x]) for x in token))
         np.testing.assert_allclose(np.asarray(two)[:1], one, atol=1e-5)
         assert order_lists(batch)[0] == order_lists(alone)[0]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    each_method(
+        [
+            KeyDiff(ratio=0.5, part=20),
+            Cur(ratio=0.4, part=16),
+            StreamingCache(ratio=0.5, part=20),
+            LagKV(ratio=0.5, part=20, lag=4),
+            Leverage(ratio=0.5, part=20, sketch=6),
+        ],
+        lambda policy: isinstance(policy, KeyDiff),
+    ),
+)
+def test_a_part_is_cut_as_a_text_of_its_own(policy):
+    """Without rotations, which turn keys by their positions in their text."""
+    qkv, size = random_qkv(3 * policy.part), policy.part
+    whole = random_layer(policy, 1, 3 * size, 3 * size)
+    whole.rotation = no_rotation()
+    whole(*qkv)
+    whole.end_prompt()
+    alone = dataclasses.replace(policy, part=None)
+    for start in range(0, 3 * size, size):
+        layer = random_layer(alone, 1, size, size)
+        layer.rotation = no_rotation()
+        layer(*(x[:, :, start : start + size] for x in qkv))
+        layer.end_prompt()
+        for head, of_part in zip(order_lists(whole)[0], order_lists(layer)[0], strict=True):
+            assert [i - start for i in head if start < i <= start + size] == of_part
+
+
+def test_parts_keep_their_share_of_what_a_head_keeps():
+    """With numbers whose products overflow int32."""
+    tokens, count, size = 1_500_007, np.array([[700_001, 3]], np.int32), 4096
+    index = jnp.zeros((1, 2, 8), jnp.int32)
+    slots = Candidates(None, None, index, jnp.array([tokens]), None, {})
+    found = np.asarray(TextParts(slots, size, tokens + 5000).divided(jnp.array(count)))[0]
+    ends = np.minimum(np.arange(found.shape[1] + 1) * size, tokens)
+    expected = [np.diff(int(n) * ends.astype(np.int64) // tokens) for n in count[0]]
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("policy", [Compactor(tokens=24, block=8, sinks=3)], ids=["compactor"])
@@ -538,7 +587,8 @@ def check_budget(policy, lengths, total):
 def test_chunks_are_cut_one_after_the_other(policy):
     """Memory stays within the budget and a chunk, and later tokens change no earlier output."""
     policy = dataclasses.replace(policy, chunk=16)
-    if policy.tokens is policy.threshold is None and not isinstance(policy, LagKVOriginal):
+    has_tokens = policy.part is None and not isinstance(policy, LagKVOriginal)
+    if policy.tokens is policy.threshold is None and has_tokens:
         policy = dataclasses.replace(policy, ratio=None, tokens=24)
     qkv = random_qkv(64)
     changed = [np.concatenate([x[:, :, :48], x[:, :, 48:] + 1], 2) for x in qkv]
@@ -638,7 +688,7 @@ def rates_of(heads, columns):
         (lambda: Knorm(ratio=0.5, layers=LayerRatios((0.5,))).budgets(9, (0, 2)), "the 2 layers"),
         (lambda: Knorm(tokens=4, layers=LayerRatios((0.5,))), "tokens=4 has no effect .*ratio in"),
         (lambda: Knorm(ratio=0.5, span=10, layers=Pyramid()), "span=10 .* one of span and"),
-        (lambda: Finch(ratio=0.5, part=20, chunk=8), "chunk=8 .* one of chunk and part"),
+        (lambda: Knorm(ratio=0.5, part=20, span=4), "span=4 chooses spans .* part=20"),
         (lambda: rates_of(2, 1), "1 numbers in a line, and the model has 2 key heads"),
         (lambda: SimLayerKV(span=2), "lazy_threshold leaves nothing to divide"),
         (

@@ -34,6 +34,7 @@ from lcjax.attention.policies import (
     KVzip,
     LagKV,
     LagKVOriginal,
+    Leverage,
     NonCausal,
     Phases,
     QFilter,
@@ -124,9 +125,9 @@ KVZIP = {"first_request": "F", "next_request": "N", "suffix": "S"}
 ALL = AcrossLayers(most=4)  # heads lose nothing to the size of the cache
 CUT = {  # case: policy
     "kvzip.one_chunk": KVzip(ratio=0.5, heads=ALL, **KVZIP),
-    "kvzip.chunks_plus": KVzip(ratio=0.6, part=32, heads=ALL, normalized=True, **KVZIP),
+    "kvzip.chunks_plus": KVzip(ratio=0.6, repeat_size=32, heads=ALL, normalized=True, **KVZIP),
     "kvzip.layerwise_prefix": KVzip(
-        ratio=0.5, part=40, heads=AdaptiveHeads(floor=0.0, most=4), prefix=7, **KVZIP
+        ratio=0.5, repeat_size=40, heads=AdaptiveHeads(floor=0.0, most=4), prefix=7, **KVZIP
     ),
     "finch.rerotated": Finch(ratio=0.5, window=12),
     "finch.chunks": Finch(ratio=0.5, window=8, part=20, positions="text"),
@@ -135,6 +136,7 @@ CUT = {  # case: policy
     "kvcompose.structured": KVCompose(ratio=0.4, heads=Composite(most=4)),
     "merging.knorm": Knorm(ratio=0.5, merge=Merging(fraction=0.75)),
     "think.half": ThinK(channels=Channels(0.5, window=16)),
+    "chunk.knorm": Knorm(ratio=0.5, part=20),
     "qfilter.r50": QFilter(ratio=0.5, file=filter_file(golden()[1]["qfilter.r50.filter"])),
     "cur.default": Cur(ratio=0.45),
     "non_causal.chunk32": NonCausal(ratio=0.5, block=32, fills_block=True),
@@ -339,7 +341,7 @@ def read_session(lm, prompts, new, tokenizer=None, **options):
 POLICIES = [
     pytest.param(SmallNorm(tokens=32), marks=pytest.mark.slow),
     KeyDiff(tokens=32, chunk=16, every=5),
-    pytest.param(KVzip(tokens=20, part=32), id="kvzip"),
+    pytest.param(KVzip(tokens=20, repeat_size=32), id="kvzip"),
     *(
         pytest.param(method, marks=pytest.mark.slow)
         for method in (
@@ -532,9 +534,10 @@ def test_generated_tokens_are_evicted_every_few_steps(lm):
         pytest.param(SmallNorm(tokens=24), marks=pytest.mark.slow),
         KeyDiff(tokens=24, chunk=32, every=4),
         pytest.param(
-            KVzip(tokens=20, part=32, normalized=True), marks=pytest.mark.slow, id="kvzip"
+            KVzip(tokens=20, repeat_size=32, normalized=True), marks=pytest.mark.slow, id="kvzip"
         ),
         pytest.param(Compactor(tokens=24, block=16), marks=pytest.mark.slow),
+        pytest.param(Leverage(ratio=0.6, part=20, sketch=8), marks=pytest.mark.slow),
         pytest.param(
             QFilter(tokens=24, file=filter_file(np.random.default_rng(0).normal(size=(2, 2, 16)))),
             marks=pytest.mark.slow,
@@ -568,6 +571,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(lm, policy):
         pytest.param(Knorm(tokens=64, critical=Critical()), marks=pytest.mark.slow),
         pytest.param(Cap(tokens=64), marks=pytest.mark.slow),
         pytest.param(Compactor(tokens=64, block=32), marks=pytest.mark.slow),
+        pytest.param(Cur(ratio=0.75, part=64), marks=pytest.mark.slow),
     ],
     ids=lambda policy: type(policy).__name__,
 )
@@ -642,7 +646,7 @@ def test_scores_that_are_no_numbers_come_last(lm):
 def test_a_repeated_text_is_the_one_since_the_last_cut(lm):
     """What was cut before keeps its scores, and a window in other layers is left alone."""
     layers = (LayerKind(1, Sliding(window=16)), LayerKind(1))
-    policy = KVzip(tokens=30, part=16, heads=None, **KVZIP)
+    policy = KVzip(tokens=30, repeat_size=16, heads=None, **KVZIP)
     texts = text(1, 40), text(2, 24)
     tokenizer = Requests({"F": [1, 2], "N": [3], "S": [4]})
     mixed = LanguageModel(
@@ -691,7 +695,7 @@ def order_indices_of(layer):
                 Knorm(threshold=Threshold(-6.0, window=8)),
                 Phases(Knorm(tokens=24, every=4)),
                 Phases(Knorm(tokens=24, every=4), KeyDiff(ratio=0.5)),
-                KVzip(ratio=0.5, part=32),
+                KVzip(ratio=0.5, repeat_size=32),
                 KVCompose(ratio=0.5),
                 DUO,
                 THIN,
@@ -733,7 +737,7 @@ def test_a_conversation_keeps_a_prompt_that_loses_nothing(lm, prompt):
     [
         SnapKV(tokens=40, window=8, every=4),
         pytest.param(KeyDiff(ratio=0.5, every=4), marks=pytest.mark.slow),
-        pytest.param(KVzip(ratio=0.5, part=48), marks=pytest.mark.slow, id="kvzip"),
+        pytest.param(KVzip(ratio=0.5, repeat_size=48), marks=pytest.mark.slow, id="kvzip"),
         pytest.param(DUO, marks=pytest.mark.slow),
         pytest.param(Phases(Knorm(tokens=40, every=2), KeyDiff(ratio=0.3)), marks=pytest.mark.slow),
         pytest.param(THIN, marks=pytest.mark.slow),

@@ -54,6 +54,8 @@ class KeyDiff(CachePolicy):
     The score is -cos(k_t, mean of k / |k|) over the rotated keys of a head.
     """
 
+    scores_part = True
+
     def score(self, slots):
         keys = slots.keys.astype(jnp.float32)
         unit = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-12)
@@ -71,6 +73,8 @@ class StreamingCache(CachePolicy):
     Tokens keep their true positions, as in kvpress. The paper places them anew, as do
     `positions: consecutive` and `model.pattern.type=streaming`.
     """
+
+    scores_part = True
 
     sinks: NonNegativeInt = 4
 

@@ -31,13 +31,16 @@ class KVzip(CachePolicy):
     reading it. Tokens after a prompt stay.
     """
 
-    examples = ({"ratio": 0.5, "part": 16}, {"tokens": 32, "heads": None, "normalized": True})
+    examples = (
+        {"ratio": 0.5, "repeat_size": 16},
+        {"tokens": 32, "heads": None, "normalized": True},
+    )
     slot_state: ClassVar[tuple[str, ...]] = ("received",)  # inf: a token was not repeated yet
     reads_again: ClassVar[bool] = True
 
     heads: HeadBudget | None = AcrossLayers()
     sinks: NonNegativeInt = 4
-    part: PositiveInt = 2048  # tokens of the text that are repeated at once
+    repeat_size: PositiveInt = 2048  # tokens of the text that are repeated at once
     # First tokens of a text, such as those of a chat template, that are not repeated. They go
     # before all others, but for the sinks.
     prefix: NonNegativeInt = 0
@@ -58,8 +61,8 @@ class KVzip(CachePolicy):
         first, later, suffix = map(encode, (self.first_request, self.next_request, self.suffix))
         begin = max(self.prefix - start, 0)
         readings = []
-        for place in range(begin, len(text), self.part):
-            part = [*text[place : place + self.part]]
+        for place in range(begin, len(text), self.repeat_size):
+            part = [*text[place : place + self.repeat_size]]
             before = text[max(place - self.overlap, begin) : place]
             request = [*later, *before] if place > begin else first
             span = start + place, start + place + len(part)
@@ -82,7 +85,7 @@ class KVzip(CachePolicy):
         received = jnp.where(is_prefix, 0, received)
         # The part is short beside the text, so weights are those of gathered keys.
         is_read = in_part | seen.is_new | (slots.is_token & (slots.index < self.sinks))
-        places = self._places(is_read, min(is_read.shape[-1], self.sinks + self.part + new))
+        places = self._places(is_read, min(is_read.shape[-1], self.sinks + self.repeat_size + new))
 
         def gather(x, fill):
             index = places if x.ndim == 3 else places[..., None]

@@ -27,6 +27,7 @@ class LagKV(CachePolicy):
     """
 
     examples = ({"tokens": 32, "lag": 8}, {"ratio": 0.5, "lag": 8, "cross": True})
+    scores_part = True
 
     sinks: NonNegativeInt = 4
     lag: _Lag = 128
@@ -80,7 +81,7 @@ class LagKVOriginal(CachePolicy):
                 "model.cache.type=lagkv_original evicts a share of each part; give ratio, or take"
                 " type lagkv"
             )
-        self._check_alone("type=lagkv_original", "layers", "heads", "critical", "span")
+        self._check_alone("type=lagkv_original", "layers", "heads", "critical", "span", "part")
 
     @property
     def _part_budget(self) -> int:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention.budgets import in_parts, part_budgets
 from lcjax.attention.candidates import (
     Candidates,
     attention_by_head,
@@ -162,31 +161,11 @@ class Finch(Window):
 
     positions: Annotated[str, OneOf(("text", "consecutive"))] = "consecutive"
     window: PositiveInt = 64
-    part: PositiveInt | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.part is not None and (self.ratio is None or self.layers or self.heads):
-            raise InputError(
-                f"model.cache.part={self.part} gives each part of a text its share of ratio; set"
-                " ratio in place of tokens, layers and heads, or leave part out"
-            )
-        if self.part is not None and self.chunk is not None:
-            raise InputError(
-                f"model.cache.chunk={self.chunk} cuts a text before its parts of part={self.part}"
-                " tokens are known; leave one of chunk and part out"
-            )
-
-    def budgets(self, length, layer=None):
-        if self.part is None:
-            return super().budgets(length, layer)
-        return part_budgets(length, self.part, self.ratio)
 
     def score(self, slots):
         before = slots.next_position[:, None] - self.window + jnp.arange(self.window)
         scores = self.mean_attention(slots, before.astype(jnp.float32))
-        scores = jnp.where(self.in_window(slots), jnp.inf, scores)
-        return scores if self.part is None else in_parts(slots, scores, self.part, self.ratio)
+        return jnp.where(self.in_window(slots), jnp.inf, scores)
 
 
 @CachePolicy.register_subclass("tova")
@@ -241,7 +220,7 @@ class SimLayerKV(LastQueries):
 
     def __post_init__(self):
         super().__post_init__()
-        self._check_alone("lazy_threshold", "layers", "heads", "critical", "span")
+        self._check_alone("lazy_threshold", "layers", "heads", "critical", "span", "part")
         if self.last_queries >= self.recent:
             raise InputError(
                 f"model.cache.last_queries={self.last_queries} must be fewer than recent="

@@ -31,6 +31,7 @@ class Cur(CachePolicy):
     """
 
     examples = ({"tokens": 32, "local_window": 8}, {"ratio": 0.5, "local_window": None})
+    scores_part = True
 
     sinks: NonNegativeInt = 4
     # Tokens among which a norm is a share; null: all of a head
@@ -74,6 +75,8 @@ class Leverage(CachePolicy):
     `sketch` columns. Cached keys are rotated back. The score is standardised over the heads and
     tokens of a row, as in kvpress, where rows of a batch share mean and deviation.
     """
+
+    scores_part = True
 
     sketch: PositiveInt = 48
     seed: NonNegativeInt = 0  # of the sketch, which is the same in all layers and rows
