@@ -737,6 +737,7 @@ def test_a_conversation_keeps_a_prompt_that_loses_nothing(lm, prompt):
     [
         SnapKV(tokens=40, window=8, every=4),
         pytest.param(KeyDiff(ratio=0.5, every=4), marks=pytest.mark.slow),
+        pytest.param(Compactor(ratio=0.5, block=16, every=4), marks=pytest.mark.slow),
         pytest.param(KVzip(ratio=0.5, repeat_size=48), marks=pytest.mark.slow, id="kvzip"),
         pytest.param(DUO, marks=pytest.mark.slow),
         pytest.param(Phases(Knorm(tokens=40, every=2), KeyDiff(ratio=0.3)), marks=pytest.mark.slow),
@@ -805,10 +806,14 @@ MIXED = (LayerKind(1, Sliding(16)), LayerKind(1))
     [
         (MIXED, KeyDiff(ratio=0.5)),
         pytest.param(
+            *(MIXED, QFilter(ratio=0.5, file=filter_file(np.ones((1, 2, 16))))),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             None, Knorm(ratio=0.5, layers=LayerRatios((0.0, 0.5))), marks=pytest.mark.slow
         ),
     ],
-    ids=["window", "ratios"],
+    ids=["window", "window-file", "ratios"],
 )
 def test_a_prefix_is_cut_where_some_layers_keep_all_of_it(lm, layers, policy):
     config = lm.config.replace(cache=policy, **({"layers": layers} if layers else {}))
