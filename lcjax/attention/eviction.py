@@ -441,8 +441,8 @@ class Evicting(FullCache):
     def _packs_slots(self) -> bool:
         """Whether a cut leaves as many slots in use as the longest row has tokens.
 
-        Otherwise it leaves `num_kept`, which may be all tokens. It needs slots that no other layer
-        shares, and of which no later cut depends.
+        Otherwise it leaves `num_kept`, which may be all tokens of a text. The number depends on the
+        batch, so no later cut may depend on it, and no other layer may share the slots.
         """
         return self.policy.lazy_tokens is not None and self.policy.channels is None
 
