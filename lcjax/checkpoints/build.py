@@ -24,7 +24,8 @@ from lcjax.models import (
 )
 from lcjax.models.decoder import random_params, with_learned_rope
 from lcjax.models.encoder import encoder_config, encoder_params
-from lcjax.models.model_config import ContextParallel, Dtype, PositionEncoding, Remat
+from lcjax.models.model_config import ContextParallel, Dtype, PositionEncoding
+from lcjax.models.remat import Remat
 from lcjax.parallel.sharding import device_mesh
 from lcjax.rope import Rope
 
@@ -52,8 +53,9 @@ class ModelSection:
     dtype: Dtype | None = None  # of activations; null: bfloat16 on accelerators, float32 on CPU
     param_dtype: Dtype | None = None  # of weights; null: the checkpoint's own
     # What the backward pass recomputes instead of storing it: none, full (all but the inputs of
-    # layers), attention (as full, but not attention) or dots (all but the results of matrix
-    # products and attention: nearly free).
+    # layers), attention (as full, but not attention), dots (all but the results of matrix products
+    # and attention: nearly free) or offload (as attention, and host memory keeps what is not
+    # recomputed). Or a place for each result that is kept: input=host,attention=device,product=host
     remat: Remat = "dots"
     # Attention over mesh.context: ring, or all_to_all over heads
     context_parallel: ContextParallel = "ring"

@@ -29,15 +29,14 @@ from lcjax.attention import AttentionMetadata
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models import cache as cache_lib
 from lcjax.models.loss import cross_entropy
+from lcjax.models.remat import recomputes
+from lcjax.models.tiles import tile_bytes
 from lcjax.parallel.device_memory import LAYER, STACK, Offload, offloadable
 from lcjax.parallel.sharding import ROWS, Mesh, path_of, spec_of, spread_over
 from lcjax.tree import nest, split, union
 from pallas_kernels import by_heads
 
 _SAMPLED_QUERIES = 256
-# Bytes of float32 logits that the loss computes at once, by platform, as `lcjax.models.loss`
-_LOGITS = {"cpu": 2**26}
-_LOGITS_DEFAULT = 2**30
 _EXPERTS = re.compile(r"/mlp/experts/")
 _PROCESS = 600_000_000  # bytes of Python, JAX, a tokenizer and compilers on a CPU, measured
 _CPU_BUFFERS = 5  # XLA keeps as many times the activations of a layer on CPUs, measured
@@ -349,15 +348,16 @@ def training_memory(
     weights = {path: size for path, (_, size) in counts.items()}
     moments = {path: (12 if average else 8) * count for path, count in trained_counts.items()}
     offloaded = [weights] * (offload == "parameters") + [moments] * (offload != "none")
+    activations, host = _backward_bytes(
+        *(config, sizes, rows_of_device(rows, sizes), length, context, trained),
+        tile=tile_bytes(_platform(mesh)),
+    )
     return MemoryEstimate(
         weights=_resident_bytes(config, weights, offload == "parameters"),
         gradients=4 * sum(trained_counts.values()),
         optimizer=_resident_bytes(config, moments, offload != "none"),
-        host=sum(map(sum, (_offloadable_bytes(config, part).values() for part in offloaded))),
-        activations=_backward_bytes(
-            *(config, sizes, rows_of_device(rows, sizes), length, context, trained),
-            logits=_LOGITS.get(_platform(mesh), _LOGITS_DEFAULT),
-        ),
+        host=host + sum(map(sum, (_offloadable_bytes(config, x).values() for x in offloaded))),
+        activations=activations,
     )
 
 
@@ -407,7 +407,7 @@ def generation_memory(
     logits = 4 * local_rows * config.vocab_size
     if platform == "cpu":
         activations *= _CPU_BUFFERS
-        logits = 2 * min(_LOGITS["cpu"], tokens * logits // local_rows)  # those of scores
+        logits = 2 * min(tile_bytes("cpu"), tokens * logits // local_rows)  # those of scores
     return MemoryEstimate(
         weights=sum(size for _, size in per_device(config, sizes).values()),
         activations=activations + logits,
@@ -509,23 +509,33 @@ def _backward_bytes(
     length: int,
     context: tuple[int, int] | None,
     trained: Callable[[str], bool],
-    logits: int,
-) -> int:
-    """Returns the bytes of the backward pass on one device, for its `rows`.
+    tile: int,
+) -> tuple[int, int]:
+    """Returns the bytes of the backward pass on one device and in its host, for its `rows`.
 
     They are the residuals of all layers, those of one rematerialised layer, the weights that are
-    gathered for it over fsdp, context and expert, and two chunks of at most `logits` bytes.
+    gathered for it over fsdp, context and expert, and two chunks of logits of at most `tile` bytes.
+    A layer that is computed by tiles (`lcjax.models.tiles`) has one of `tile` bytes in place of its
+    MLP, and a layer whose residuals are on the host is on the device while it is computed, beside
+    the next one.
     """
     local, numbers = _local_config(config, sizes), np.array([rows * length, 0])
     chunk = None
     if config.memory is not None and context is not None:
         chunk, numbers[1] = context[1], rows * math.prod(context)
-    per_token = _residual_bytes(local, chunk, trained)
+    tokens = -(-numbers // sizes["context"])
+    (here, on_host), of_tile = _residual_bytes(local, chunk, trained), 0
+    here = here + 2 * on_host / config.num_layers
     if config.remat != "none":
         bare = local.replace(remat="none")
-        two, one = (_residual_bytes(bare, chunk, trained, layers=count) for count in (2, 1))
-        per_token = per_token + two - one
-    tokens = -(-numbers // sizes["context"])
+        layer = _bytes_of_layer(bare, chunk, trained)
+        if recomputes(config.remat, "product"):
+            half = _with_mlp_width(bare, lambda width: width // 2)
+            mlp = 2 * (layer - _bytes_of_layer(half, chunk, trained))
+            of_mlp = 2 * math.ceil(tokens @ mlp[0])  # and the gradients
+            if of_mlp > tile:
+                layer, of_tile = layer - mlp, tile
+        here = here + layer[0]
     gathered = 0
     if sizes["fsdp"] * sizes["context"] * sizes["expert"] > 1:
         split = {**sizes, "fsdp": 1, "context": 1}  # experts stay where they are
@@ -537,8 +547,23 @@ def _backward_bytes(
         )
         gathered = config.compute_dtype().itemsize * weights // config.num_layers
     vocabulary = divided(config.vocab_size, sizes["tensor"])
-    logits = 2 * min(logits, 4 * int(tokens[0]) * vocabulary)
-    return math.ceil(tokens @ per_token) + gathered + logits
+    logits = 2 * min(tile, 4 * int(tokens[0]) * vocabulary)
+    on_device = math.ceil(tokens @ here) + of_tile + gathered + logits
+    return on_device, math.ceil(tokens @ on_host)
+
+
+def _bytes_of_layer(config: ModelConfig, chunk: int | None, trained: Callable) -> np.ndarray:
+    """Returns the bytes per token of one layer's residuals, as `_residual_bytes`."""
+    two, one = (_residual_bytes(config, chunk, trained, layers=count) for count in (2, 1))
+    return two - one
+
+
+def _with_mlp_width(config: ModelConfig, change: Callable[[int], int]) -> ModelConfig:
+    """Returns the config with another width of its MLPs, or of its experts."""
+    experts = config.experts
+    if experts is not None:
+        experts = dataclasses.replace(experts, width=change(config.expert_width))
+    return config.replace(mlp_width=change(config.mlp_width), experts=experts)
 
 
 def _residual_bytes(
@@ -548,7 +573,9 @@ def _residual_bytes(
     *,
     layers: int | None = None,
 ) -> np.ndarray:
-    """Returns the bytes of residuals per token of a text, and per token of its context.
+    """Returns the bytes of residuals on the device and the host, float [2, 2].
+
+    Each row has those per token of a text, and per token of its context.
 
     Args:
       config: the model.
@@ -609,11 +636,16 @@ def _residuals(config: ModelConfig, chunk: int | None, trained: frozenset[str]) 
             return jax.vjp(loss, learned)[1]
 
         tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        leaves = jax.tree.leaves(jax.eval_shape(backward, learned, frozen, tokens))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        leaves = jax.make_jaxpr(backward)(learned, frozen, tokens).out_avals
+        places = jax.memory.Space.Device, jax.memory.Space.Host
+        return np.array([
+            sum(x.size * x.dtype.itemsize for x in leaves if x.memory_space == place)
+            for place in places
+        ], float)  # fmt: skip
 
     first = residuals(_SHORT, 1)
     each = (residuals(_LONG, 1) - first) / (_LONG - _SHORT)
-    slopes = np.array([each, 0 if chunk is None else (residuals(_SHORT, 2) - first) / chunk])
+    of_context = 0 * first if chunk is None else (residuals(_SHORT, 2) - first) / chunk
+    slopes = np.stack([each, of_context], axis=1)
     slopes.flags.writeable = False
     return slopes

@@ -9,12 +9,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Num
 
 from lcjax.attention import order_indices
 from lcjax.errors import InputError
 from lcjax.models import cache as cache_lib
-from lcjax.models import layer_groups
+from lcjax.models import layer_groups, remat
 from lcjax.models.encoder import MaskedHead
 from lcjax.models.experts import Load
 from lcjax.models.layers import (
@@ -40,16 +41,6 @@ from lcjax.rope import Rotation
 from lcjax.rope.rotation import no_rotation
 from pallas_kernels import Alibi, RelativeBias, alibi_slopes, zigzag
 
-# "attention" saves the output of attention. For long texts, its recomputation costs the most time
-# and the most traffic between devices that share a text. "dots" also saves the results of matrix
-# products; it recomputes elementwise operations, which is cheaper than storing their results. The
-# results have names because a product on a CPU is float32 before it is rounded to bfloat16.
-_REMAT_POLICIES = {
-    "full": None,
-    "attention": jax.checkpoint_policies.save_only_these_names("attention"),
-    "dots": jax.checkpoint_policies.save_only_these_names("attention", "product"),
-}
-
 BUCKETS = 32  # rows of T5's bias table
 MAX_DISTANCE = 128  # from this distance on, all distances share T5's last bucket
 
@@ -62,6 +53,11 @@ def _feed_forward(
         return MLP(config, mesh, name="mlp")(x), None
     collect = inputs.collect if isinstance(inputs.collect, CollectLoad) else None
     return SparseMLP(config, mesh, name="mlp")(x, collect)
+
+
+def _block_input(x: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
+    """Returns the hidden states that a block reads, named for `model.remat`."""
+    return checkpoint_name(keep_tokens(x, mesh), "input")
 
 
 class SequentialBlock(nn.Module):
@@ -79,7 +75,7 @@ class SequentialBlock(nn.Module):
     def __call__(
         self, x: jax.Array, inputs: LayerInputs, cache, pair=None
     ) -> tuple[jax.Array, LayerOutput]:
-        c, x, inputs = self.config, keep_tokens(x, self.mesh), inputs.with_memory_layer(pair)
+        c, x, inputs = self.config, _block_input(x, self.mesh), inputs.with_memory_layer(pair)
         attention = Attention if c.memory is None else c.memory.attention_module or Attention
         normed = self.norm_before("attention_norm", x)
         attended, output = attention(c, self.mesh, name="attention")(normed, inputs, cache)
@@ -114,7 +110,7 @@ class ParallelBlock(nn.Module):
     def __call__(
         self, x: jax.Array, inputs: LayerInputs, cache, pair=None
     ) -> tuple[jax.Array, LayerOutput]:
-        c, x = self.config, keep_tokens(x, self.mesh)
+        c, x = self.config, _block_input(x, self.mesh)
         normed = Norm(c, name="attention_norm")(x)
         attended, output = Attention(c, self.mesh, name="attention")(normed, inputs, cache)
         y, load = _feed_forward(c, self.mesh, normed, inputs)
@@ -130,7 +126,7 @@ def _block(config: ModelConfig, *, scanned: bool) -> type[nn.Module]:
     if config.remat == "none":
         return block
     # Outside a scan, XLA would merge the recomputation with the forward pass.
-    return nn.remat(block, policy=_REMAT_POLICIES[config.remat], prevent_cse=not scanned)
+    return nn.remat(block, policy=remat.policy(config.remat), prevent_cse=not scanned)
 
 
 class PositionEmbedding(nn.Module):

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from lcjax.errors import InputError, Interval, PositiveInt, Range, check_fields
+from lcjax.models.tiles import over_tiles, tile_size
 from lcjax.parallel.sharding import spec_of, spread_over, tokens_spec
 
 _FEW_ROWS = 16  # minimum rows of a block, unless there are fewer rows than experts
@@ -114,6 +115,7 @@ def mixture(
     experts: Experts,
     activate: Callable[[jax.Array], jax.Array],
     mesh: jax.sharding.Mesh | None = None,
+    by_tiles: bool = False,
 ) -> tuple[Float[Array, "B T D"], Load | None]:
     """Computes a mixture of experts.
 
@@ -129,10 +131,20 @@ def mixture(
       experts: how tokens are routed.
       activate: the activation of the gate.
       mesh: the devices that share tokens and weights; None: one device.
+      by_tiles: whether experts compute one tile of tokens after the other (`lcjax.models.tiles`).
 
     Returns:
       The output in the dtype of x, and the load or None.
     """
+
+    def apply(x, weights, chosen, kernels, *, traced_count=False):
+        def of_tile(kernels, arrays):
+            return apply_experts(*arrays, kernels, activate, traced_count=traced_count)
+
+        count = chosen.shape[0]
+        num_bytes = _bytes_per_token(x, chosen, kernels)
+        tile = tile_size(count, num_bytes, mesh) if by_tiles else count
+        return over_tiles(of_tile, kernels, (x, weights, chosen), tile)
 
     def compute(x, router, kernels, counted, layout=None):
         flat = x.reshape(-1, x.shape[-1])
@@ -143,9 +155,9 @@ def mixture(
         if counted is not None:
             load = router_load(probabilities, chosen, counted.reshape(-1))
         if layout is None:
-            y = apply_experts(flat, weights, chosen, kernels, activate)
+            y = apply(flat, weights, chosen, kernels)
         else:
-            y = layout.apply(flat, weights, chosen, kernels, activate)
+            y = layout.apply(flat, weights, chosen, kernels, apply)
             load = lax.psum(load, layout.token_axes) if load and layout.token_axes else load
         return y.astype(x.dtype).reshape(x.shape), load
 
@@ -167,14 +179,20 @@ def mixture(
     )(x, router, kernels, counted)
 
 
+def _bytes_per_token(x: jax.Array, chosen: jax.Array, kernels: Kernels) -> int:
+    """Returns the bytes of the rows that one token has in `apply_experts`, and of gradients."""
+    width, hidden = x.shape[-1], kernels.gate.shape[-1]
+    return 2 * chosen.shape[1] * (3 * hidden + 2 * width) * x.dtype.itemsize
+
+
 class _ExpertLayout(NamedTuple):
     """How the devices of a mesh share tokens and the weights of experts."""
 
     token_axes: tuple[str, ...]  # mesh axes over which tokens are sharded
     specs: Kernels  # the partition spec of each weight
 
-    def apply(self, x, weights, chosen, kernels, activate):
-        """Applies the experts to each device's tokens, inside a `shard_map`."""
+    def apply(self, x, weights, chosen, kernels, apply):
+        """Applies the experts, by `apply`, to each device's tokens, inside a `shard_map`."""
         split, _, over_width = self.specs.gate
         kernels = Kernels(
             _whole(kernels.gate, 1, self.specs.gate, x.dtype),
@@ -187,7 +205,7 @@ class _ExpertLayout(NamedTuple):
         x, weights, chosen = inputs
         if split:
             chosen = chosen - lax.axis_index(split) * kernels.gate.shape[0]
-        y = apply_experts(x, weights, chosen, kernels, activate, traced_count=split is not None)
+        y = apply(x, weights, chosen, kernels, traced_count=split is not None)
         if exchanges:
             y = lax.psum_scatter(y, split, tiled=True)
         elif split:

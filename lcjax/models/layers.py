@@ -24,6 +24,8 @@ from lcjax.models.experts import Kernels, Load, mixture
 from lcjax.models.loss import Projection, has_few_rows, product_of_few_rows
 from lcjax.models.memory import EncodedContext
 from lcjax.models.model_config import ModelConfig
+from lcjax.models.remat import recomputes
+from lcjax.models.tiles import over_local_tiles, tile_size, tokens_of_device
 from lcjax.parallel.device_memory import is_offloaded, to_device
 from lcjax.parallel.sharding import (
     ReduceScatter,
@@ -387,6 +389,11 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         c = self.config
+        if recomputes(c.remat, "product") and x.ndim == 3 and not self.is_initializing():
+            tokens = math.prod(tokens_of_device(self.mesh, *x.shape[:2]))
+            tile = tile_size(tokens, self._bytes_per_token(), self.mesh)
+            if tile < tokens:
+                return self._by_tiles(x, tile)
         activate = _ACTIVATIONS[c.activation]
 
         def widen(name):
@@ -394,6 +401,24 @@ class MLP(nn.Module):
 
         hidden = activate(widen("gate")) * widen("up") if c.gated_mlp else activate(widen("up"))
         return Linear((c.mlp_width,), (c.width,), c, c.mlp_bias, self.mesh, name="down")(hidden)
+
+    def _bytes_per_token(self) -> int:
+        """Returns the bytes of a device for the results of a token's products, and gradients."""
+        c = self.config
+        width = c.mlp_width // (1 if self.mesh is None else self.mesh.shape["tensor"])
+        return 2 * (3 if c.gated_mlp else 2) * width * c.compute_dtype().itemsize
+
+    def _by_tiles(self, x: Float[Array, "B T D"], tile: int) -> Float[Array, "B T D"]:
+        c, module = self.config, MLP(self.config, parent=None)
+        weights = unbox_offloaded(self.variables["params"])
+        weights = jax.tree.map(lambda weight: weight.astype(c.compute_dtype()), weights)
+        return over_local_tiles(
+            lambda weights, x: module.apply({"params": weights}, x),
+            *(weights, x),
+            path="/".join(self.path),
+            tile=tile,
+            mesh=self.mesh,
+        )
 
 
 class Kernel(nn.Module):
@@ -440,6 +465,7 @@ class SparseMLP(nn.Module):
             experts=c.experts,
             activate=_ACTIVATIONS[c.activation],
             mesh=None if self.is_initializing() else self.mesh,
+            by_tiles=recomputes(c.remat, "product"),
         )
 
 

@@ -16,17 +16,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from lcjax.models.tiles import map_devices, tile_size, tokens_of_device
 from lcjax.parallel.sharding import gradient_reduce_scatter, spread_over, tokens_spec
 from pallas_kernels.gather import einsum
 
 # Maximum number of float32 rows that a CPU splits into three bfloat16 rows each, to multiply them
 # by bfloat16 weights
 FEW_ROWS = 16
-
-# Maximum bytes of the float32 logits of one chunk on one device: small enough for a CPU's caches,
-# large enough to keep an accelerator's matrix unit busy.
-_CHUNK_BYTES = {"cpu": 64 * 2**20}
-_CHUNK_BYTES_DEFAULT = 2**30
 
 
 @jax.tree_util.register_dataclass
@@ -215,33 +211,15 @@ def over_chunks(
         )
 
     tokens, everywhere = tokens_spec(mesh, *hidden.shape[:2]), PartitionSpec()
-    by_device = _on_mesh(run, mesh, tokens, (tokens, everywhere, tokens), tokens)
+    by_device = map_devices(run, mesh, tokens, (tokens, everywhere, tokens), tokens)
     return by_device(hidden, projection, arrays)
 
 
-def _on_mesh(run, mesh, tokens: PartitionSpec, inputs, outputs):
-    """Maps `run` over the tokens of each device; XLA decides how other axes are sharded."""
-    axes = spread_over(tokens)
-    if not axes:
-        return run
-    return jax.shard_map(
-        run, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=set(axes), check_vma=False
-    )
-
-
 def _chunk_size(hidden, projection, chunk: int | None, mesh) -> int:
-    spec = tokens_spec(mesh, *hidden.shape[:2])
-    batch, length = (
-        size // math.prod(mesh.shape[axis] for axis in spread_over(PartitionSpec(over)))
-        for size, over in zip(hidden.shape, spec)
-    )
+    rows, length = tokens_of_device(mesh, *hidden.shape[:2])
     if chunk is None:
-        # Not the default backend: a program may be compiled for devices that are not present.
-        platform = mesh.devices.flat[0].platform if mesh else jax.default_backend()
-        limit = _CHUNK_BYTES.get(platform, _CHUNK_BYTES_DEFAULT)
-        chunk = max(1, limit // (4 * batch * projection.vocabulary))
-    # Equal chunks: 1,000 positions in chunks of at most 600 become 2 x 500, not 600 + 400.
-    return -(-length // -(-length // chunk))
+        return tile_size(length, 4 * rows * projection.vocabulary, mesh)
+    return -(-length // -(-length // chunk))  # equal chunks, as `tile_size`
 
 
 def _chunked(x: jax.Array, chunk: int) -> jax.Array:
@@ -362,7 +340,7 @@ def _weighted_sum(hidden, projection, known, weights, criterion, chunk, mesh):
         sums = jax.tree.map(jnp.sum, jax.lax.scan(one, None, chunks)[1])
         return jax.lax.psum(sums, axes) if axes else sums
 
-    run = _on_mesh(run, mesh, tokens, (tokens, everywhere, tokens, tokens), everywhere)
+    run = map_devices(run, mesh, tokens, (tokens, everywhere, tokens, tokens), everywhere)
     return run(hidden, projection, known, weights)
 
 
@@ -378,7 +356,7 @@ def _forward(hidden, projection, known, weights, criterion, chunk, mesh):
     bias = None if projection.bias is None else everywhere
     inputs = tokens, everywhere, tokens, tokens
     sums = everywhere, dataclasses.replace(projection, kernel=kernel, bias=bias)
-    run = _on_mesh(run, mesh, tokens, inputs, (sums, (tokens, tokens)))
+    run = map_devices(run, mesh, tokens, inputs, (sums, (tokens, tokens)))
     (sums, d_projection), by_token = run(hidden, projection, known, weights)
     d_projection = jax.tree.map(lambda d, x: d.astype(x.dtype), d_projection, projection)
     return sums, (d_projection, *by_token)

@@ -16,11 +16,11 @@ from lcjax.errors import InputError, Interval, OneOf, PositiveInt, Range, check_
 from lcjax.models.experts import Experts
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import Memory
+from lcjax.models.remat import Remat
 from lcjax.rope import Default, Llama3, Rope, Rotation, Yarn
 from pallas_kernels.sharded import METHODS
 
 Dtype = Annotated[str, OneOf(("float32", "bfloat16", "float16"))]
-Remat = Annotated[str, OneOf(("none", "full", "attention", "dots"))]
 ContextParallel = Annotated[str, OneOf(METHODS)]
 PositionEncoding = Annotated[str, OneOf(POSITIONS)]
 
@@ -101,7 +101,8 @@ class ModelConfig:
     dtype: Dtype = "float32"  # of activations; softmax, norms, rotations and losses stay float32
     param_dtype: Dtype = "float32"
     # What the backward pass recomputes: none: nothing; full: whole layers; attention: layers except
-    # attention; dots: all but attention and products with weights.
+    # attention; dots: all but attention and products with weights; offload: as attention, and host
+    # memory keeps what is not recomputed; or places of results (`lcjax.models.remat`)
     remat: Remat = "none"
     # Attention over the mesh axis `context`. ring: keys pass around a ring of devices; all_to_all:
     # heads are exchanged for tokens (needs as many heads on a device as parts of the text).

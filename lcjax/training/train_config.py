@@ -322,7 +322,8 @@ class TrainConfig:
         if self.train.offload == "parameters" and self.model.remat == "none":
             raise InputError(
                 "train.offload=parameters fetches weights again for the backward pass, and"
-                " model.remat=none would keep them all; set model.remat to full, attention or dots"
+                " model.remat=none would keep them all; set model.remat to full, attention, dots or"
+                " offload"
             )
         if self.eval.every and not self.data.holdout:
             raise InputError(

@@ -211,7 +211,7 @@ def test_gradients_stay_on_the_device():
 
 
 def test_unsupported_offloading_raises_input_error():
-    with pytest.raises(InputError, match="set model.remat to full, attention or dots"):
+    with pytest.raises(InputError, match="set model.remat to full, attention, dots or offload"):
         config_lib.parse(TrainConfig, ["--train.offload=parameters", "--model.remat=none"])
     with pytest.raises(InputError, match="train.offload.*optimizer"):
         config_lib.parse(TrainConfig, ["--train.offload=true"])
