@@ -50,10 +50,10 @@ def test_hours_follow_from_flops_peak_and_mfu(capsys):
 
 
 def test_the_length_given_is_that_of_the_rows(capsys):
-    words = [*LLAMA, "--length", "131072", "--topology", "a100-80:8", "--train.batch_size=8"]
+    words = [*LLAMA, "--length", "262144", "--topology", "a100-80:8", "--train.batch_size=8"]
     assert command.main(words) == 1  # a row on each device, and the states of 32 layers
     output = capsys.readouterr().out
-    assert "rows of 131,072 tokens" in output and "does not fit" in output
+    assert "rows of 262,144 tokens" in output and "does not fit" in output
 
 
 @pytest.mark.parametrize(
