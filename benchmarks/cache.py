@@ -16,7 +16,6 @@ their results to cache.json; a case that is there is not repeated.
 """
 
 import argparse
-import functools
 import json
 import os
 import platform
@@ -25,7 +24,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import processes
@@ -64,6 +62,7 @@ POLICIES = {
     "streaming": {"type": "streaming"},
     "random": {"type": "random"},
 }  # fmt: skip
+KEYS_ONLY = ("lagkv", "keydiff", "knorm", "streaming", "random")  # which observe no queries
 # RULER at 4,096 tokens with Llama-3.1-8B-Instruct, question unseen, by the share evicted: the
 # leaderboard of kvpress (github.com/NVIDIA/kvpress); the full cache has 95.4
 PUBLISHED = {
@@ -154,27 +153,33 @@ def speed(name: str, tokens: int) -> dict:
     return {"prompt": first, "token": 1e3 * (last - first) / (NEW - 1)}
 
 
-def quality(config: str, length: int, method: dict, words: list[str]) -> dict:
-    """Runs an evaluation of one method; returns what each needle, and each window, scored."""
+def quality(config: str, length: int, methods: dict[str, dict], words: list[str]) -> dict:
+    """Runs an evaluation; returns what each needle, and each window, scored, by the key of `methods`.
+
+    Methods that observe nothing, or the same, read each prompt once.
+    """
     with tempfile.TemporaryDirectory() as folder:
+        rows = [{**method, "name": key} for key, method in methods.items()]
         processes.python(
             str(processes.ROOT / "eval.py"), "--config", f"lcjax:{config}", f"--lengths=[{length}]",
-            f"--methods={json.dumps([method])}", f"--run.folder={folder}/run",
+            f"--methods={json.dumps(rows)}", f"--run.folder={folder}/run", "--readings_gb=3",
             *(f"--{word}" for word in words), **processes.CPU,
         )  # fmt: skip
-        records, held = [], set()
+        lines: dict[str, list[dict]] = {}
         for path in Path(folder, "run").glob("*/*.jsonl"):
-            lines = map(json.loads, path.read_text().splitlines())
-            if path.parent.name == "records":
-                records += lines
-            else:
-                held |= {line["cache_bytes"] for line in lines}
-    windows = sorted((r for r in records if "nll" in r), key=lambda r: (r["source"], r["window"]))
+            for line in map(json.loads, path.read_text().splitlines()):
+                lines.setdefault(line["method"], []).append(line)
+    return {key: _scores(lines[key]) for key in methods}
+
+
+def _scores(lines: list[dict]) -> dict:
+    """Returns the scores in the records and costs of a method."""
+    windows = sorted((x for x in lines if "nll" in x), key=lambda x: (x["source"], x["window"]))
     return {
-        "held": max(held),
-        "needles": [r["correct"] for r in records if "correct" in r],
-        "nats": [r["nll"] / r["scored"] for r in windows],
-        "sources": [r["source"] for r in windows],
+        "held": max(x["cache_bytes"] for x in lines if "cache_bytes" in x),
+        "needles": [x["correct"] for x in lines if "correct" in x],
+        "nats": [x["nll"] / x["scored"] for x in windows],
+        "sources": [x["source"] for x in windows],
     }
 
 
@@ -184,7 +189,7 @@ def measure_memory(args: argparse.Namespace) -> None:
             for name in args.methods:
                 key = f"{topology} {length} {args.layers} {name}"
                 words = ("memory", topology, name, str(length), str(args.layers))
-                _add("memory", key, _worker(*words))
+                _measure("memory", key, *words)
 
 
 def measure_speed(args: argparse.Namespace) -> None:
@@ -192,43 +197,52 @@ def measure_speed(args: argparse.Namespace) -> None:
         for name in args.methods:
             for side in ("full", name) if round_ % 2 == 0 else (name, "full"):
                 key = f"{args.tokens} {name} {round_} {side}"
-                _add("speed", key, _worker("speed", side, str(args.tokens)))
+                _measure("speed", key, "speed", side, str(args.tokens))
 
 
 def measure_quality(args: argparse.Namespace) -> None:
     config = "eval_cache_stream_smollm2" if args.streamed else "eval_cache_smollm2"
     protocol = "streamed" if args.streamed else args.question
+    part, done = " ".join(["quality", *args.set]), _results()
     for length in args.lengths or ([2048] if args.streamed else [4096]):
         first = "streamed" if args.streamed else "text"
-        cases = {f"{length} {first} - full": {"name": "full"}}
-        for kept in [512] if args.streamed else args.ratios:
-            for name in args.methods:
-                method = {"name": name, "cache": {**POLICIES[name], "ratio": kept}}
+        groups = {"full": {f"{length} {first} - full": {}}}
+        for name in args.methods:
+            # Those that read alike, in one process; streamed text has nothing to share.
+            alike = KEYS_ONLY if name in KEYS_ONLY and not args.streamed else name
+            for kept in [512] if args.streamed else args.ratios:
+                method = {"cache": {**POLICIES[name], "ratio": kept}}
                 if args.streamed:
                     method["cache"] = {**POLICIES[name], "tokens": kept, "chunk": 256}
                 else:
                     method["question"] = args.question
                 if not (args.streamed and name == "kvzip"):  # which reads the text again at its end
-                    cases[f"{length} {protocol} {kept} {name}"] = method
-        for key, method in cases.items():
-            run = functools.partial(quality, config, length, method, args.set)
-            _add(" ".join(["quality", *args.set]), key, run)
+                    key = f"{length} {protocol} {kept} {name}"
+                    groups.setdefault(alike, {})[key] = method
+        for methods in groups.values():
+            missing = {key: x for key, x in methods.items() if key not in done.get(part, {})}
+            if missing:
+                _add(part, quality(config, length, missing, args.set))
 
 
-def _add(part: str, key: str, run: Callable[[], dict]) -> None:
-    results = json.loads(FILE.read_text()) if FILE.exists() else {}
-    if key in results.get(part, {}):
-        return
-    result = run()
-    results = json.loads(FILE.read_text()) if FILE.exists() else {}  # others may have added theirs
-    results.setdefault(part, {})[key] = result
+def _results() -> dict:
+    return json.loads(FILE.read_text()) if FILE.exists() else {}
+
+
+def _add(part: str, new: dict[str, dict]) -> None:
+    """Adds results by their keys; others may have added theirs in the meantime."""
+    results = _results()
+    results.setdefault(part, {}).update(new)
     results["machine"] = f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}"
     FILE.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    print(f"{key}: {result}", file=sys.stderr, flush=True)
+    for key, result in new.items():
+        print(f"{key}: {result}", file=sys.stderr, flush=True)
 
 
-def _worker(*words: str) -> Callable[[], dict]:
-    return functools.partial(processes.measured, __file__, "worker", *words, **processes.CPU)
+def _measure(part: str, key: str, *words: str) -> None:
+    """Adds a measurement in a process of its own, unless it is there."""
+    if key not in _results().get(part, {}):
+        _add(part, {key: processes.measured(__file__, "worker", *words, **processes.CPU)})
 
 
 def quality_table(results: dict) -> str:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -114,6 +114,11 @@ class LayerCache(abc.ABC):
             return self, slots
         slots = devices * whole_blocks(-(-slots // devices))
         return dataclasses.replace(self, parts=devices), slots
+
+    @property
+    def reading(self) -> Hashable:
+        """What decides the arrays of a prompt before its end; equal for caches that read alike."""
+        return self
 
     @property
     def slot_arrays(self) -> tuple[str, ...]:

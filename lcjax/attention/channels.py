@@ -41,6 +41,11 @@ class Channels:
         """Returns the arrays of a row that a prompt needs until its end (`CachePolicy.state`)."""
         return last_queries(self.window, layer)
 
+    @property
+    def observing(self) -> Channels:
+        """What `observe` depends on (`CachePolicy.observing`)."""
+        return self
+
     def observe(self, seen: Seen) -> Arrays:
         """Returns the last queries (`CachePolicy.observe`)."""
         return observe_last_queries(seen)

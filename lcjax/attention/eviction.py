@@ -13,7 +13,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -276,6 +276,18 @@ class CachePolicy(CacheMethod):
         """Returns the new values of the policy's arrays, including those of `slot_state`."""
         return {}
 
+    @property
+    def observing(self) -> Hashable:
+        """The settings on which `observe` may depend: those of the score, and not how much stays.
+
+        Empty if the policy observes nothing.
+        """
+        if type(self).observe is CachePolicy.observe:
+            return ()
+        common = {field.name for field in dataclasses.fields(CachePolicy)}
+        fields = (field.name for field in dataclasses.fields(self) if field.name not in common)
+        return type(self), *(getattr(self, name) for name in fields)
+
     def move(self, state: Arrays, by: Int[Array, " B"], rotation: Rotation) -> Arrays:
         """Returns those of the policy's arrays that change if all later positions move `by`."""
         return {}
@@ -423,6 +435,17 @@ class Evicting(FullCache):
     @property
     def acts_on_prompt(self) -> bool:
         return self.policy.chunk is None
+
+    @property
+    def reading(self) -> Hashable:
+        if not self.is_prompt:
+            return self
+        observers = [(name, observer.observing) for name, observer in self._observers]
+        is_indifferent = not any(observing for _, observing in observers)
+        # `_moved` and `storage` say which arrays there are, and `slots` their size.
+        settings = self.storage, self.rotated, self.slots, self._moved, self.policy.positions
+        observed = None if is_indifferent else (self.soft_cap, self.layer, *observers)
+        return Evicting, *settings, observed
 
     @property
     def reads_output(self) -> bool:

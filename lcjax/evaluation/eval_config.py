@@ -14,7 +14,7 @@ from lcjax.checkpoints.load import identity, load_tokenizer
 from lcjax.config import RunFolder
 from lcjax.data import TextConfig
 from lcjax.data.corpus import texts_or_ids
-from lcjax.errors import InputError, OneOf, PositiveInt, Seed, check_fields
+from lcjax.errors import InputError, NonNegativeFloat, OneOf, PositiveInt, Seed, check_fields
 from lcjax.evaluation.corpus import TokenizedCorpus
 from lcjax.evaluation.report.published import Published
 from lcjax.evaluation.retrieval import Knn, RetrievalMethod
@@ -122,6 +122,9 @@ class EvalConfig:
     max_documents: PositiveInt | None = None
     max_windows: PositiveInt | None = None  # perplexity windows per length; null: all
     batch_size: PositiveInt = 1  # windows per batch; like mesh, may change when a run is resumed
+    # GB of memory for prompts that were read and not yet cut: methods that differ only in what
+    # `cache` evicts at the end of a prompt read them once. Seconds then leave that reading out
+    readings_gb: NonNegativeFloat = 0
     seed: Seed = 0  # seed of random keys, depths and choices of windows
     published: tuple[Published, ...] = ()  # numbers of papers to show beside those of the run
     run: RunSection = dataclasses.field(default_factory=RunSection)

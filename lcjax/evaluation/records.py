@@ -76,7 +76,7 @@ _CRC = ', "crc": "{:08x}"}}'  # end of a line of records
 # Fields that are read as float32 arrays; lists take eight times the memory.
 COMPACT = frozenset({"position_nll"})
 # Keys that may change when a run is continued.
-_FREE = ("run", "batch_size", "mesh", "distributed", "published")
+_FREE = ("run", "batch_size", "readings_gb", "mesh", "distributed", "published")
 # Keys whose entries have names; records refer to their method and task by name.
 _NAMED = ("methods", "tasks", "trainings")
 

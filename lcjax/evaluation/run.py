@@ -45,6 +45,7 @@ from lcjax.evaluation.statistics import group_by
 from lcjax.evaluation.task import Limits, Record, Task, Unit
 from lcjax.evaluation.tasks.perplexity import PROTOCOLS
 from lcjax.generation.language_model import LanguageModel
+from lcjax.generation.readings import Readings
 from lcjax.generation.scorer import Scorer
 from lcjax.generation.session import can_share_prefix
 from lcjax.models import ModelConfig
@@ -333,6 +334,8 @@ class _Runner:
         `remaining` are these methods and those of later checkpoints.
         """
         model = self._load(section)
+        if self._config.readings_gb:
+            model.readings = Readings(int(1e9 * self._config.readings_gb))
         for line in self._memory_lines(section, methods, model):
             if distributed.is_main_process():
                 bar.write(line, file=sys.stderr)

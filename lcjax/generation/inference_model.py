@@ -9,6 +9,7 @@ import jax
 
 from lcjax.checkpoints import Tokenizer
 from lcjax.errors import InputError, check_arguments, check_flags, check_integer
+from lcjax.generation.readings import Readings
 from lcjax.models import Decoder, ModelConfig, unstack_layers
 from lcjax.rope import Rope, Rotation, stack_rotations
 
@@ -42,6 +43,8 @@ class InferenceModel:
         self.tokenizer = tokenizer
         self.length: int | None = None  # set by `with_method`
         self._rotations: dict[int, Rotation] = {}
+        # Prompts before their cut, which the results of `with_method` share; None: none are kept
+        self.readings: Readings | None = None
 
     @property
     def config(self) -> ModelConfig:

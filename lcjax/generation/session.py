@@ -18,6 +18,7 @@ from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.errors import InputError, check_integer
 from lcjax.generation.inference_model import InferenceModel
 from lcjax.generation.programs import InferenceJit
+from lcjax.generation.readings import Reading, separated
 from lcjax.generation.repetition import read_again
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models import cache as cache_lib
@@ -628,10 +629,24 @@ def read_prompts(
         sizes = padded_chunks(width, chunk)[::-1]
         tokens = pad_right(prompts, width)
         return session.read_from_first_column(tokens, np.array(lengths), sizes), session
-    columns = (x[:, first:] for x in (tokens, segments, positions))
-    output = session.read(*columns, ends, sizes=padded_chunks(width - first, chunk))
-    chunk = num_new if keeps_new else chunk
-    session.end_prompt(num_new, chunk, prompts, lm.tokenizer, question=question)
+    columns = [x[:, first:] for x in (tokens, segments, positions)]
+
+    def read():
+        output = session.read(*columns, ends, sizes=padded_chunks(width - first, chunk))
+        return Reading(output, session.cache)
+
+    is_alone = not first and inserted is None and memory is None and not with_ffn_input
+    is_cut = is_alone and any(kind.acts_on_prompt for kind in cache.kinds)
+    next_chunk = num_new if keeps_new else chunk
+    if lm.readings is None or not is_cut:
+        output, before = read()
+    else:
+        settings = lm.model.config, prompts, lm.length, chunk, session.cache
+        output, before = lm.readings.read(*settings, read)
+        session.cache = before
+    session.end_prompt(num_new, next_chunk, prompts, lm.tokenizer, question=question)
+    if lm.readings is not None:
+        session.cache = separated(session.cache, before)
     return output, session
 
 

@@ -592,6 +592,14 @@ def write_packed(cache: Cache, key_values: Any) -> Cache:
     return replace_layers(cache, tuple(map(layer, cache.layers, key_values)))
 
 
+def with_kinds(cache: Cache, other: Cache) -> Cache:
+    """Returns a cache with the kinds of layers of `other`, whose arrays are the same."""
+    places = map(other.kind_by_layer.index, range(len(other.kinds)))
+    slots = tuple(cache.slots[cache.kind_by_layer[place]] for place in places)
+    kinds = {"kinds": other.kinds, "kind_by_layer": other.kind_by_layer}
+    return dataclasses.replace(cache, slots=slots, **kinds)
+
+
 def replace_layers(cache: Cache, layers: Any) -> Cache:
     """Returns the cache with new keys and values `layers`, the results of the decoder's layers."""
     return dataclasses.replace(cache, layers=layers)

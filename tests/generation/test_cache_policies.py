@@ -56,6 +56,7 @@ from lcjax.evaluation.split import ReplugSplit
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.query_filters import write_query_filters
+from lcjax.generation.readings import Readings
 from lcjax.generation.sampling import Sampling
 from lcjax.generation.session import Session, lower_cut, read_prompts
 from lcjax.generation.shared_prefix import QueryAgnostic, QueryAware, read_prefix
@@ -641,6 +642,27 @@ def test_scores_that_are_no_numbers_come_last(lm):
     arrays = {"keys": zeros, "values": zeros, "order": order}
     order = kind.cut(arrays, Prompt(jnp.array([6]), lm.rotation(8)))["order"].ravel()
     assert order.tolist() == [3, 4, 5, 6, 0, 0, 0, 0]  # of equal scores the later tokens
+
+
+def test_methods_that_cut_a_prompt_in_other_ways_read_it_once(lm):
+    """Their answers are those of a reading of their own, also after others wrote into a copy."""
+    shared, few = lm.with_method(), lm.with_method()
+    shared.readings, few.readings = Readings(10**9), Readings(1)
+    prompts, rest = [text(1, 60), text(2, 45)], [[text(3, 8)], [text(4, 5)]]
+    methods = [
+        KeyDiff(ratio=0.5), SmallNorm(ratio=0.75), SmallNorm(tokens=20, critical=Critical()),
+        SnapKV(ratio=0.5, window=8), SnapKV(ratio=0.25, window=8), SnapKV(ratio=0.5, window=4),
+    ]  # fmt: skip
+    for _ in range(2):
+        for method in methods:
+            alone, *others = (
+                model.with_method(cache=method).continuations(prompts, rest)
+                for model in (lm, shared, few)
+            )
+            for scores in others:
+                for one, other in zip(alone, scores, strict=True):
+                    np.testing.assert_array_equal(one[0].nll, other[0].nll)
+    assert len(shared.readings) == 4 and not len(few.readings)
 
 
 def test_a_repeated_text_is_the_one_since_the_last_cut(lm):

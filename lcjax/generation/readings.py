@@ -1,0 +1,74 @@
+"""Prompts that were read and not yet cut, for cache methods that cut them in other ways.
+
+Most of the time of a comparison of cache policies goes into reading the same prompts again, for
+each policy and ratio. What layers hold of a prompt before its cut depends on the policy only if it
+observes queries (`LayerCache.reading`), so any other method can cut the same arrays.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lcjax.models import ModelConfig
+from lcjax.models.cache import Cache, with_kinds
+
+
+class Reading(NamedTuple):
+    """The result of reading prompts."""
+
+    logits: jax.Array
+    cache: Cache
+
+
+class Readings:
+    """The last readings, of at most `num_bytes` bytes on all devices together."""
+
+    def __init__(self, num_bytes: int):
+        self._num_bytes = num_bytes
+        self._readings: dict[Hashable, Reading] = {}  # the last used is the last
+
+    def __len__(self) -> int:
+        return len(self._readings)
+
+    def read(
+        self,
+        config: ModelConfig,
+        prompts: Sequence[Sequence[int]],
+        length: int | None,
+        chunk: int,
+        empty: Cache,
+        read: Callable[[], Reading],
+    ) -> Reading:
+        """Returns what `read` returns, or returned for a method that reads prompts alike.
+
+        The cache stays valid if the result is cut, and the cut cache is written in place
+        (`separated`).
+
+        Args:
+          config: the model with its method.
+          prompts: token ids of each row.
+          length: minimum number of tokens that rotations are made for.
+          chunk: tokens that are read at once.
+          empty: the cache before it is read.
+          read: reads the prompts into that cache.
+        """
+        layers = tuple(empty.kinds[number].reading for number in empty.kind_by_layer)
+        texts = tuple(tuple(map(int, prompt)) for prompt in prompts)
+        key = config.replace(cache=None), texts, length, chunk, empty.capacity, layers
+        reading = self._readings.pop(key, None) or read()
+        self._readings[key] = reading
+        while self._readings and sum(map(_size, self._readings.values())) > self._num_bytes:
+            del self._readings[next(iter(self._readings))]
+        return reading._replace(cache=with_kinds(reading.cache, empty))
+
+
+def _size(reading: Reading) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(reading))
+
+
+def separated(cache: Cache, other: Cache) -> Cache:
+    """Returns `cache` with copies of the arrays that `other` has, too."""
+    shared = set(map(id, jax.tree.leaves(other)))
+    return jax.tree.map(lambda x: jnp.copy(x) if id(x) in shared else x, cache)
