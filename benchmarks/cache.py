@@ -154,7 +154,7 @@ def speed(name: str, tokens: int) -> dict:
 
 
 def quality(config: str, length: int, methods: dict[str, dict], words: list[str]) -> dict:
-    """Runs an evaluation; returns what each needle, and each window, scored, by the key of `methods`.
+    """Runs an evaluation; returns the scores of needles and windows, by the keys of `methods`.
 
     Methods that observe nothing, or the same, read each prompt once.
     """
