@@ -10,6 +10,11 @@ Rows and heads are independent. If the length is sharded over c devices, each ne
 - "all_to_all": an exchange gives every device the whole length of some heads, and a second one
   returns the results (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). The number of heads
   limits the number of devices.
+- "usp": groups of neighbouring devices exchange heads for the tokens of their group, and keys move
+  around a ring of groups (Unified Sequence Parallelism, Fang and Zhao 2024, arXiv 2405.07719). The
+  exchange is inside a host, where links are fast, and the ring between hosts.
+- "all_gather": every device receives all keys and values, and attends with its own queries. The
+  gradients of keys and values are summed and scattered in float32.
 - "split_keys": only keys and values are sharded, such as those of a cache. Every device attends
   with all queries to its keys, and one exchange of the partial results (out, lse) merges them
   (Flash-Decoding, Dao et al. 2023, over devices). If the number of devices divides that of queries,
@@ -38,7 +43,7 @@ from pallas_kernels.dispatch import Operands, Spec
 from pallas_kernels.masks import Mask, PerHead, by_heads
 from pallas_kernels.online_softmax import merge, merge_parts
 
-METHODS = ("ring", "all_to_all", "split_keys")
+METHODS = ("ring", "all_to_all", "usp", "all_gather", "split_keys")
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Layout:
     heads: str | None = None  # the axis that shards the heads
     length: str | None = None  # the axis that shards the lengths of queries and keys
     method: str = "ring"  # of `METHODS`: what devices exchange if the length is sharded
+    group: int = 1  # neighbouring devices that exchange heads for tokens, for the method `usp`
 
     def __post_init__(self):
         if self.method not in METHODS:
@@ -62,6 +68,13 @@ class Layout:
                 f"Layout: rows, heads and length use the axes {used}; each may be used once, of "
                 f"those of the mesh: {list(names)}"
             )
+
+    @property
+    def num_exchanging(self) -> int:
+        """The number of neighbouring devices that exchange heads for tokens."""
+        if self.length is None or self.method not in ("all_to_all", "usp"):
+            return 1
+        return self.group if self.method == "usp" else self.size(self.length)
 
     def size(self, axis: str | tuple[str, ...] | None) -> int:
         """Returns the number of devices along an axis or several axes together; 1 for None."""
@@ -79,6 +92,11 @@ class Layout:
         heads = self.heads if q.shape[2] % self.size(self.heads) == 0 else None
         length = self.length if self.size(self.length) > 1 else None
         count = self.size(length)
+        if self.method == "usp" and count % self.group:
+            raise ValueError(
+                f"usp: the {count} devices of the mesh axis {length!r} cannot be split into groups"
+                f" of {self.group}; give a group that divides them"
+            )
         lengths = {"queries": q.shape[1], "keys": k.shape[1]}
         if self.method == "split_keys":
             del lengths["queries"]
@@ -124,21 +142,42 @@ def over_mesh(q, k, v, operands: Operands, spec: Spec, implementation, layout: L
     if dispatch.user_table(operands, spec) is not None:
         raise ValueError("flash: a table lists blocks of a whole row; give a table or a layout")
     layout = layout.fitting(q, k)
-    hops = 1 if layout.method == "split_keys" else _hops(spec.mask, q, k, operands, layout)
-    if layout.length is not None and layout.method != "all_to_all":
+    parts = layout.size(layout.length) // layout.num_exchanging
+    hops = 1
+    if layout.method in ("ring", "usp"):
+        hops = _hops(spec.mask, q, k, operands, parts)
+    if parts > 1:
         operands = _with_indices(q, k, operands)
 
     def local(q, k, v, operands):
-        if layout.length is not None and layout.method == "all_to_all":
-            return _exchanged(implementation, layout, q, k, v, operands, spec)
+        if layout.num_exchanging > 1:
+            return _exchanged(implementation, layout, hops, q, k, v, operands, spec)
+        if layout.method == "all_gather" and layout.length is not None:
+            k, v = (_all_gather(x, layout.length) for x in (k, v))
+            join = functools.partial(lax.all_gather, axis_name=layout.length, axis=1, tiled=True)
+            operands = _joined_keys(operands, join)
         mask = _of_shard(spec.mask, layout.size(layout.heads))
         ring = _Ring(implementation, layout, hops, replace(spec, mask=mask))
         out, lse = _local(q, k, v, operands, ring)
-        if layout.length is None or layout.method == "ring":
+        if layout.length is None or layout.method != "split_keys":
             return out, lse
         return _merged(out, lse, layout)
 
     return _on_shards(local, q, k, v, operands, layout)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _all_gather(x, axis: str):
+    """Gathers the tokens of x [B, S, K, H]; their gradients are summed in float32."""
+    return lax.all_gather(x, axis, axis=1, tiled=True)
+
+
+def _scatter_gradient(axis, _, dx):
+    total = lax.psum_scatter(dx.astype(jnp.float32), axis, scatter_dimension=1, tiled=True)
+    return (total.astype(dx.dtype),)
+
+
+_all_gather.defvjp(lambda x, axis: (_all_gather(x, axis), None), _scatter_gradient)
 
 
 def _merged(out, lse, layout: Layout):
@@ -249,12 +288,13 @@ def _of_shard(mask: Mask, shards: int) -> Mask:
     return parts[0][0] if len(parts) == 1 else PerHead(tuple(parts))
 
 
-def _hops(mask: Mask, q, k, operands: Operands, layout: Layout) -> int:
-    """Returns the number of devices whose keys a device needs: all unless the mask hides the rest.
+def _hops(mask: Mask, q, k, operands: Operands, count: int) -> int:
+    """Returns how many of `count` parts of the keys a part of the queries needs.
+
+    These are all unless the mask hides the rest.
 
     It is all, too, unless tokens are in order and the mask depends on differences of indices only.
     """
-    count = layout.size(layout.length)
     ordered = operands.q_index is None and operands.k_index is None
     if not (ordered and q.shape[1] == k.shape[1] and mask.shift_invariant):
         return count
@@ -270,39 +310,37 @@ def _hops(mask: Mask, q, k, operands: Operands, layout: Layout) -> int:
     return max((hop for hop in range(count) if meet(hop)), default=0) + 1
 
 
-def _exchanged(implementation, layout: Layout, q, k, v, operands: Operands, spec: Spec):
-    """Computes attention of some heads over the whole length, between two exchanges."""
-    axis, parts = layout.length, layout.size(layout.length)
+def _exchanged(implementation, layout: Layout, hops: int, q, k, v, operands: Operands, spec: Spec):
+    """Computes attention of some heads over the tokens of a group, between two exchanges."""
+    axis, parts = layout.length, layout.num_exchanging
     if q.shape[2] % parts:
         raise ValueError(
-            f"all_to_all: {q.shape[2]} query heads of a device cannot be shared among the {parts} "
-            f"devices of the mesh axis {axis!r}; use method 'ring'"
+            f"{layout.method}: {q.shape[2]} query heads of a device cannot be shared among the"
+            f" {parts} devices of the mesh axis {axis!r}; use method 'ring'"
         )
     k, v = jax.tree.map(lambda x: _shareable(x, parts), (k, v))
-    to_heads = functools.partial(
-        lax.all_to_all, axis_name=axis, split_axis=2, concat_axis=1, tiled=True
+    count = layout.size(axis)
+    groups = np.arange(count).reshape(-1, parts).tolist() if parts < count else None
+    exchange = functools.partial(
+        lax.all_to_all, axis_name=axis, axis_index_groups=groups, tiled=True
     )
-    to_length = functools.partial(
-        lax.all_to_all, axis_name=axis, split_axis=1, concat_axis=2, tiled=True
+    to_heads = functools.partial(exchange, split_axis=2, concat_axis=1)
+    to_length = functools.partial(exchange, split_axis=1, concat_axis=2)
+    join = functools.partial(
+        lax.all_gather, axis_name=axis, axis_index_groups=groups, axis=1, tiled=True
     )
-    join = functools.partial(lax.all_gather, axis_name=axis, axis=1, tiled=True)
 
     def slice_heads(x):
-        size = x.shape[-1] // parts
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, x.ndim - 1)
+        size, place = x.shape[-1] // parts, lax.axis_index(axis) % parts
+        return lax.dynamic_slice_in_dim(x, place * size, size, x.ndim - 1)
 
     positions = (None if x is None else join(x) for x in operands[:4])
     operands = Operands(*positions, jax.tree.map(slice_heads, operands.bias))
     shards = layout.size(layout.heads) * parts
     spec = replace(spec, mask=_of_shard(spec.mask, shards))
-    whole = replace(layout, heads=_axes(layout.heads, axis), length=None)
-    ring = _Ring(implementation, whole, 1, spec)
+    ring = _Ring(implementation, layout, hops, spec)
     out, lse = _local(*jax.tree.map(to_heads, (q, k, v)), operands, ring)
     return to_length(out), to_length(lse)
-
-
-def _axes(*names):
-    return tuple(name for name in names if name is not None)
 
 
 @dataclass(frozen=True)
@@ -381,9 +419,9 @@ def _with_keys(operands: Operands, keys) -> Operands:
 
 
 def _send(tree, layout: Layout, hops: int):
-    """Sends every array of the tree to the device `hops` further along the ring."""
-    count = layout.size(layout.length)
-    pairs = [(i, (i + hops) % count) for i in range(count)]
+    """Sends every array of the tree to the device, or group, `hops` further along the ring."""
+    count, step = layout.size(layout.length), hops * layout.num_exchanging
+    pairs = [(i, (i + step) % count) for i in range(count)]
     return jax.tree.map(lambda x: lax.ppermute(x, layout.length, pairs), tree)
 
 
@@ -401,5 +439,10 @@ def _run(direction: str, ring: _Ring, arrays, operands: Operands):
     if len(different) == 1:
         return under(different[0])()
     which = jnp.array([different.index(mask) for mask in masks])
-    shard = lax.axis_index(ring.layout.heads)
+    layout, shard = ring.layout, 0
+    if layout.heads is not None:
+        shard = lax.axis_index(layout.heads)
+    if layout.num_exchanging > 1:
+        place = lax.axis_index(layout.length) % layout.num_exchanging
+        shard = shard * layout.num_exchanging + place
     return lax.switch(which[shard], [under(mask) for mask in different])

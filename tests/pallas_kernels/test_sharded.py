@@ -34,12 +34,12 @@ MASKS = {
 }
 
 
-def layout(rows=1, heads=1, length=1, method="ring"):
+def layout(rows=1, heads=1, length=1, method="ring", **options):
     count = rows * heads * length
     shape, names = (rows, heads, length), ("rows", "heads", "length")
     kinds = (AxisType.Auto,) * 3
     mesh = jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:count])
-    return Layout(mesh, ("rows",), "heads", "length", method)
+    return Layout(mesh, ("rows",), "heads", "length", method, **options)
 
 
 def inputs(seed=0, t=T, heads=N, kv_heads=K):
@@ -122,6 +122,10 @@ LAYOUTS = {
     "more heads than keys have": dict(heads=4, length=2),
     "exchange": dict(length=4, method="all_to_all"),
     "exchange with heads": dict(rows=2, heads=2, length=2, method="all_to_all"),
+    "groups": dict(length=8, method="usp", group=4),
+    "groups with heads": dict(heads=2, length=4, method="usp", group=2),
+    "gathered": dict(length=8, method="all_gather"),
+    "gathered with heads": dict(rows=2, heads=2, length=2, method="all_gather"),
     "keys": dict(length=8, method="split_keys"),
     "keys with heads": dict(rows=2, heads=2, length=2, method="split_keys"),
 }
@@ -131,12 +135,15 @@ LAYOUTS = {
 PAIRS = [
     ("causal", "rows and heads"), ("window", "ring"), ("by head", "ring with heads"),
     ("far", "more heads than keys have"), ("three parts", "exchange with heads"),
+    ("by head", "groups with heads"), ("far", "gathered"),
 ]  # fmt: skip
 MORE = [
     ("causal", "ring"), ("causal", "exchange with heads"), ("both sides", "ring"),
     ("by head", "rows and heads"), ("by head", "exchange"), ("far", "ring with heads"),
     ("three parts", "more heads than keys have"), ("causal", "more heads than keys have"),
-    ("far", "keys"), ("by head", "keys with heads"),
+    ("far", "keys"), ("by head", "keys with heads"), ("window", "groups"), ("causal", "groups"),
+    ("three parts", "groups with heads"), ("by head", "gathered with heads"),
+    ("causal", "gathered"),
 ]  # fmt: skip
 PAIRS += [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE]
 
@@ -147,7 +154,13 @@ def test_any_layout_gives_the_results_of_one_device(name, how):
     assert_agree(both(run, *inputs()), on_one_device(name))
 
 
-@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+METHODS = {
+    "ring": {}, "usp": {"group": 2}, "all_to_all": {}, "all_gather": {}
+}  # fmt: skip
+
+
+@pytest.mark.slow_except("ring", "usp")
+@pytest.mark.parametrize("method", METHODS)
 def test_packed_rows_and_biases_are_cut_along_with_the_tokens(method):
     arrays, weights = inputs(1)
     segments = np.array([[1] * 19 + [2] * 20 + [0] * 9, [0] * 5 + [1] * 43], np.int32)
@@ -160,11 +173,12 @@ def test_packed_rows_and_biases_are_cut_along_with_the_tokens(method):
 
     dense = functools.partial(run, implementation="reference")
     wanted = both(dense, [*arrays, slopes], weights)
-    over = layout(2, 1, 4, method)
+    over = layout(2, 1, 4, method, **METHODS[method])
     assert_agree(both(functools.partial(run, layout=over), [*arrays, slopes], weights), wanted)
 
 
-@pytest.mark.parametrize("method", ["ring", pytest.param("all_to_all", marks=pytest.mark.slow)])
+@pytest.mark.slow_except("usp")
+@pytest.mark.parametrize("method", METHODS)
 def test_tokens_may_lie_in_zigzag_order(method):
     (q, k, v), weights = inputs(2)
     order = zigzag(T, 4)
@@ -172,9 +186,8 @@ def test_tokens_may_lie_in_zigzag_order(method):
 
     def run(q, k, v):
         q, k, v = (x[:, order] for x in (q, k, v))
-        out, lse = flash(
-            q, k, v, causal(), q_index=order, k_index=order, layout=layout(2, 1, 4, method)
-        )
+        over = layout(2, 1, 4, method, **METHODS[method])
+        out, lse = flash(q, k, v, causal(), q_index=order, k_index=order, layout=over)
         return out[:, back], lse[:, back]
 
     assert_agree(
@@ -198,7 +211,7 @@ def test_every_device_does_half_of_the_causal_work_in_zigzag_order():
 
 def test_keys_travel_no_further_than_the_mask_sees():
     (q, k, _), _ = inputs()
-    hops = functools.partial(_hops, q=q, k=k, operands=Operands(), layout=layout(length=8))
+    hops = functools.partial(_hops, q=q, k=k, operands=Operands(), count=8)
     assert hops(causal()) == 8
     assert hops(causal() & window(6)) == 2
     assert hops(causal() & window(1)) == 1
@@ -211,10 +224,12 @@ def test_what_cannot_be_cut_raises_value_error_with_the_way_out():
     arrays, _ = inputs(t=44)
     with pytest.raises(ValueError, match="44 queries cannot be split over the 8 devices.*48"):
         flash(*arrays, causal(), layout=layout(length=8))
-    with pytest.raises(ValueError, match="choose one of ring, all_to_all, split_keys"):
+    with pytest.raises(ValueError, match="choose one of ring, all_to_all, usp"):
         layout(method="star")
     arrays, _ = inputs(heads=4, kv_heads=2)
     with pytest.raises(ValueError, match="4 query heads.*8 devices.*use method 'ring'"):
         flash(*arrays, causal(), layout=layout(length=8, method="all_to_all"))
+    with pytest.raises(ValueError, match="8 devices .* groups of 3"):
+        flash(*inputs()[0], causal(), layout=layout(length=8, method="usp", group=3))
     with pytest.raises(ValueError, match="cannot be split into 2 x 8.*48"):
         zigzag(40, 8)
