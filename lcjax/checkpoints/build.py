@@ -12,7 +12,7 @@ from lcjax import checkpoints
 from lcjax.attention import CacheMethod, Pattern
 from lcjax.checkpoints import ByteTokenizer, Tokenizer, check_vocabulary
 from lcjax.config import check_instance
-from lcjax.errors import InputError, Seed, check_fields
+from lcjax.errors import InputError, PositiveInt, Seed, check_fields
 from lcjax.memory import Memory, MemorySection
 from lcjax.models import (
     PRESETS,
@@ -57,8 +57,10 @@ class ModelSection:
     # and attention: nearly free) or offload (as attention, and host memory keeps what is not
     # recomputed). Or a place for each result that is kept: input=host,attention=device,product=host
     remat: Remat = "dots"
-    # Attention over mesh.context: ring, or all_to_all over heads
-    context_parallel: ContextParallel = "ring"
+    # Attention over mesh.context: ring, all_to_all over heads, usp (groups of context_group devices
+    # exchange heads, in a ring of groups), all_gather of keys, or auto
+    context_parallel: ContextParallel = "auto"
+    context_group: PositiveInt | None = None  # null: the neighbours that can share the heads
     tokenizer: str | None = None  # path of another tokenizer; null: the checkpoint's own
     seed: Seed = 0  # of random weights, and of a learned rope's new weights
 
@@ -103,6 +105,7 @@ class Settings(TypedDict, total=False):
     param_dtype: str | None
     remat: str
     context_parallel: str
+    context_group: int | None
     tokenizer: str | None
     seed: int
 
@@ -112,8 +115,8 @@ def model_config(section: ModelSection, config: ModelConfig) -> ModelConfig:
     if section.encoder_layers is not None:
         config = encoder_config(config, section.encoder_layers)
     changes: dict[str, Any] = {
-        "remat": section.remat, "context_parallel": section.context_parallel
-    }  # fmt: skip
+        name: getattr(section, name) for name in ("remat", "context_parallel", "context_group")
+    }
     if section.rope is not None:
         changes |= {"rope": resolve_rope(section.rope, config), "extended_length": None}
     if section.pattern is not None:

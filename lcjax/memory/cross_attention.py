@@ -162,7 +162,8 @@ class CrossAttention(nn.Module):
         if self.mesh is None:
             return None
         tokens = x.shape[1] if mask.shape[1] % self.mesh.shape[LENGTH] == 0 else None
-        return attention_layout(self.mesh, self.config.context_parallel, tokens)
+        plan = self.config.context_strategy(self.mesh, x.shape[1])
+        return attention_layout(self.mesh, plan.method, tokens, plan.group)
 
 
 def init_reader(layer: dict, output_share: float, width: int) -> dict:

@@ -508,6 +508,11 @@ class SharedLlmSection(MemorySection):
         return super().to_dict() | {"policy": self.policy.to_dict()}
 
 
+_OF_THE_DECODER = (
+    "dtype", "param_dtype", "remat", "context_parallel", "context_group", "lora", "memory"
+)  # fmt: skip
+
+
 def lower_config(config: ModelConfig, layers: int) -> ModelConfig:
     """Returns the config of a model of a decoder's first `layers`, with default dtypes and remat.
 
@@ -516,7 +521,7 @@ def lower_config(config: ModelConfig, layers: int) -> ModelConfig:
     default = {
         field.name: field.default
         for field in dataclasses.fields(ModelConfig)
-        if field.name in ("dtype", "param_dtype", "remat", "context_parallel", "lora", "memory")
+        if field.name in _OF_THE_DECODER
     }
     return config.replace(
         num_layers=layers,

@@ -475,7 +475,9 @@ class Decoder(nn.Module):
         """
         c = self.config
         parts = 1 if self.mesh is None else self.mesh.shape[LENGTH]
-        if parts == 1 or c.context_parallel != "ring" or not c.is_position_based:
+        if parts == 1 or not c.is_position_based:
+            return None
+        if not c.context_strategy(self.mesh, length).keeps_queries:
             return None
         is_bounded = any(pattern.is_bounded for pattern in c.patterns)
         return None if is_bounded else zigzag(length, parts)

@@ -319,7 +319,9 @@ class Attention(Projections):
                     # No parameter depends on attention, and some patterns reject init's short rows.
                     y = q
                 else:
-                    layout = attention_layout(mesh, c.context_parallel, x.shape[1])
+                    length = x.shape[1]
+                    plan = c.context_strategy(mesh, length)
+                    layout = attention_layout(mesh, plan.method, length, plan.group)
                     metadata = inputs.attention_metadata(partials, layout, c.attention_soft_cap)
                     metadata = metadata.replace(head_gates=self.head_gate)
                     y = pattern.attend(q, k, v, metadata)

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import jax
 import jax.numpy as jnp
 
 from lcjax.attention import POSITIONS, Bidirectional, CacheMethod, Causal, Pattern, Sliding
@@ -17,11 +18,12 @@ from lcjax.models.experts import Experts
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import Memory
 from lcjax.models.remat import Remat
+from lcjax.parallel.context import CHOICES, Heads, Strategy, strategy
+from lcjax.parallel.sharding import Mesh
 from lcjax.rope import Default, Llama3, Rope, Rotation, Yarn
-from pallas_kernels.sharded import METHODS
 
 Dtype = Annotated[str, OneOf(("float32", "bfloat16", "float16"))]
-ContextParallel = Annotated[str, OneOf(METHODS)]
+ContextParallel = Annotated[str, OneOf(CHOICES)]
 PositionEncoding = Annotated[str, OneOf(POSITIONS)]
 
 
@@ -104,9 +106,12 @@ class ModelConfig:
     # attention; dots: all but attention and products with weights; offload: as attention, and host
     # memory keeps what is not recomputed; or places of results (`lcjax.models.remat`)
     remat: Remat = "none"
-    # Attention over the mesh axis `context`. ring: keys pass around a ring of devices; all_to_all:
-    # heads are exchanged for tokens (needs as many heads on a device as parts of the text).
-    context_parallel: ContextParallel = "ring"
+    # Attention over the mesh axis `context` (`lcjax.parallel.context`). ring: keys pass around a
+    # ring of devices; all_to_all: heads are exchanged for tokens (needs as many heads on a device
+    # as parts of the text); usp: groups of `context_group` devices exchange heads, in a ring of
+    # groups; all_gather: every device gets all keys; auto: what fits the heads and the devices
+    context_parallel: ContextParallel = "auto"
+    context_group: PositiveInt | None = None  # null: the neighbours that can share the heads
     memory: Memory | None = None  # encoder of a context outside the window, and its reader layers
     lora: LoRA | None = None
     scan_layers: bool = True  # scan over equal layers, which are compiled once (see `stacked`)
@@ -224,6 +229,11 @@ class ModelConfig:
     def evicts(self) -> bool:
         """Whether layers evict tokens that their patterns need."""
         return self.cache is not None and self.cache.evicts
+
+    def context_strategy(self, mesh: Mesh | jax.sharding.Mesh | None, length: int) -> Strategy:
+        """Returns what devices exchange that share a text of `length` tokens."""
+        heads = Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        return strategy(self.context_parallel, mesh, heads, length, self.context_group)
 
     def for_inference(self) -> "ModelConfig":
         """Returns the config for evaluation and generation."""

@@ -320,7 +320,10 @@ def spread_over(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def attention_layout(
-    mesh: jax.sharding.Mesh | None, method: str = "ring", tokens: int | None = None
+    mesh: jax.sharding.Mesh | None,
+    method: str = "ring",
+    tokens: int | None = None,
+    group: int = 1,
 ) -> Layout | None:
     """Returns the layout of attention on `mesh`; None for a single device.
 
@@ -330,11 +333,12 @@ def attention_layout(
         slots are split over `context`.
       tokens: length of the texts, which are split over `context` if it divides them; None: queries
         are not split.
+      group: neighbouring devices that exchange heads, for the method `usp`.
     """
     if mesh is None or mesh.size == 1:
         return None
     cut = method == "split_keys" or (tokens is not None and tokens % mesh.shape[LENGTH] == 0)
-    return Layout(mesh, ROWS, "tensor", LENGTH if cut else None, method)
+    return Layout(mesh, ROWS, "tensor", LENGTH if cut else None, method, group)
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:

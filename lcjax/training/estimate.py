@@ -58,6 +58,10 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
         if size or name != "context":  # the encoded context of a text that is generated
             print(f"  {name:16} {size / 1e9:8.2f} GB{notes.get(name, '')}")
     print(*(f"  {line}\n" for line in replication_notes(model, mesh)), sep="", end="")
+    if mesh.shape["context"] > 1:
+        plan = model.context_strategy(mesh, length)
+        groups = f" in groups of {plan.group}" if plan.group > 1 else ""
+        print(f"context            {plan.method}{groups}: {plan.reason}")
     fits = estimated.total <= chip.usable
     print(
         f"  training         {estimated.total / 1e9:8.2f} GB of {chip.usable / 1e9:.2f} GB that"

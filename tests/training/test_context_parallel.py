@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from lcjax.attention import Pattern, Sliding, SparseTransformer
-from lcjax.models import Decoder, LayerKind, ModelConfig
+from lcjax.errors import InputError
+from lcjax.models import Decoder, LayerKind, ModelConfig, tiles
 from lcjax.models.cache import abstract_cache
+from lcjax.parallel.context import Heads, strategy
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings
 from lcjax.rope import Default, NoRotation
 from lcjax.rope.positions import E2Positions, PlainPositions
@@ -34,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 def config(pattern="causal", **changes):
     return ModelConfig(
         vocab_size=61, width=32, mlp_width=48, num_layers=2, num_heads=8, num_kv_heads=2,
-        head_dim=8, max_length=64, remat="dots",
+        head_dim=8, max_length=64, remat="dots", context_parallel="ring",
         pattern=Pattern.get_choice_class(pattern)(**PATTERNS[pattern]),
     ).replace(**changes)  # fmt: skip
 
@@ -58,6 +60,11 @@ def batch(seed=0):
     }
 
 
+def plain(model):
+    """The model on one device, with all tokens of a layer at once and nothing on the host."""
+    return model.replace(context_parallel="ring", context_group=None, remat="dots")
+
+
 @functools.cache
 def start(model):
     init = jax.jit(lambda: Decoder(model).init(jax.random.key(0), jnp.zeros((1, T), jnp.int32)))
@@ -68,7 +75,7 @@ def start(model):
 def loss_and_gradients(model, shape, places=PlainPositions()):
     mesh = None if shape is None else make_mesh(Mesh(*shape))
     objective = language_model(model, places, mesh=mesh)
-    params = start(model.replace(context_parallel=config().context_parallel))
+    params = start(plain(model))
     data = batch()
     if mesh is not None:
         params = jax.device_put(params, param_shardings(mesh, params))
@@ -83,8 +90,7 @@ def loss_and_gradients(model, shape, places=PlainPositions()):
 
 def assert_as_on_one_device(model, shape, **options):
     loss, grads = loss_and_gradients(model, shape, **options)
-    alone = model.replace(context_parallel=config().context_parallel)
-    expected, expected_grads = loss_and_gradients(alone, None, **options)
+    expected, expected_grads = loss_and_gradients(plain(model), None, **options)
     assert loss == pytest.approx(expected, rel=1e-6)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
@@ -97,10 +103,19 @@ def test_every_mesh_equals_one_device(pattern, shape):
     assert_as_on_one_device(config(pattern), shape)
 
 
-@pytest.mark.slow_except("all_to_all")
-@pytest.mark.parametrize("method", ["ring", "all_to_all"])
-def test_a_text_cut_in_two_has_the_loss_of_the_whole(method):
-    assert_as_on_one_device(config(context_parallel=method), (2, 1, 2, 2))
+EXCHANGES = {
+    "ring": {}, "all_to_all": {}, "usp": {"context_group": 2}, "all_gather": {}, "auto": {}
+}  # fmt: skip
+
+
+@pytest.mark.slow_except("causal-all_to_all", "landmark-usp", "lm_infinite-all_gather")
+@pytest.mark.parametrize("method", EXCHANGES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_exchange_has_the_loss_of_one_device(pattern, method, monkeypatch):
+    """Also with layers that compute tiles of tokens, and keep their results in host memory."""
+    monkeypatch.setitem(tiles._BYTES, "cpu", 20_000)
+    options = {"context_parallel": method, "remat": "offload", **EXCHANGES[method]}
+    assert_as_on_one_device(config(pattern, **options), (1, 1, 2, 4))
 
 
 LAYERS = {
@@ -136,6 +151,8 @@ def test_tokens_are_reordered_only_where_that_balances_work():
     assert sorted(order("causal", layers=LAYERS["dense"])) == list(range(T))
     assert order("sliding") is None and order("landmark") is None
     assert order("causal", context_parallel="all_to_all") is None
+    assert sorted(order("causal", context_parallel="all_gather")) == list(range(T))
+    assert sorted(order("causal", context_parallel="usp", context_group=2)) == list(range(T))
     assert Decoder(config(), make_mesh(Mesh(8, 1, 1, 1))).token_order(T) is None
 
 
@@ -175,3 +192,25 @@ def test_kernels_of_a_training_and_a_decoding_step_are_split_by_hand(pattern):
 
     for length in (1, 128):
         assert lower(step, params, jax.ShapeDtypeStruct((8, length), jnp.int32), cache)
+
+
+def test_heads_devices_and_links_decide_what_is_exchanged():
+    def chosen(devices, heads, keys=8, length=2**20, choice="auto", group=None):
+        sizes = Mesh(fsdp=1, context=devices)
+        plan = strategy(choice, sizes, Heads(heads, keys, 128), length, group)
+        return plan.method, plan.group
+
+    assert chosen(8, 32) == ("all_to_all", 1)
+    assert chosen(64, 32) == ("usp", 32)
+    assert chosen(16, 12) == ("usp", 4)
+    assert chosen(8, 9, keys=3, length=65_536) == ("all_gather", 1)
+    assert chosen(8, 9, keys=3) == ("ring", 1)
+    assert chosen(1, 9) == ("ring", 1)
+    assert chosen(8, 32, choice="usp", group=4) == ("usp", 4)
+    assert chosen(8, 32, choice="all_gather") == ("all_gather", 1)
+    for choice, group, message in (
+        ("usp", None, "cannot be shared by some"), ("all_to_all", None, "use usp, ring"),
+        ("usp", 3, "context_group=3 must divide"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            chosen(8, 9, choice=choice, group=group)
