@@ -1,4 +1,7 @@
-"""`InputError`, which scripts print as one line with exit code 2, and checks that raise it."""
+"""`InputError`, which scripts print as one line with exit code 2, and checks that raise it.
+
+`OutOfMemoryError` is one line with exit code 1.
+"""
 
 import contextlib
 import dataclasses
@@ -37,6 +40,10 @@ class InputError(ValueError):
     def __init__(self, message: str):
         # A path may have line breaks, and NumPy shows a matrix in several lines.
         super().__init__(" ".join(map(str.strip, message.splitlines())))
+
+
+class OutOfMemoryError(RuntimeError):
+    """A device has too little memory; the one-line message says what to change, in order."""
 
 
 def one_line(error: BaseException) -> str:

@@ -39,6 +39,7 @@ from lcjax.config.help import help_text, is_choice, is_output_closed, print_help
 from lcjax.errors import (
     InputError,
     NonEmpty,
+    OutOfMemoryError,
     check_fields,
     check_flags,
     check_type,
@@ -358,7 +359,8 @@ class ErrorReport:
 
     It prints one line for these errors, and raises all others:
     - InputError, and OSError before the config is parsed or for too long a file name: exit code 2;
-    - OSError during a run: exit code 1, and the traceback goes to the run folder;
+    - OSError or OutOfMemoryError during a run: exit code 1, and the traceback goes to the run
+      folder;
     - KeyboardInterrupt during a run: exit code 130.
 
     A UserWarning is one line, too, without its place in the source. If nobody reads stdout any more
@@ -392,6 +394,10 @@ class ErrorReport:
         ):  # ENAMETOOLONG: the config names a file with too long a name
             self.code = 2
             print(f"error: {one_line(error)}", file=sys.stderr)
+        elif isinstance(error, OutOfMemoryError):
+            self.code = 1
+            note = self._keep_traceback(error, shows=False)
+            print(f"error: {one_line(error)}{note}", file=sys.stderr)
         elif isinstance(error, OSError):
             self.code = 1
             text = one_line(error)
@@ -404,7 +410,7 @@ class ErrorReport:
             print(f"error: {text}{note}", file=sys.stderr)
         return self.code != 0
 
-    def _keep_traceback(self, error: OSError, *, shows: bool) -> str:
+    def _keep_traceback(self, error: Exception, *, shows: bool) -> str:
         """Writes the traceback to `<run>/error.txt` and returns a note that names the file.
 
         If there is no run folder (yet), or the file cannot be written, it prints the traceback, if

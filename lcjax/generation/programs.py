@@ -12,6 +12,7 @@ import jax
 
 from lcjax.models.decoder import Decoder
 from lcjax.models.loss import FEW_ROWS
+from lcjax.parallel.device_memory import READING, explained
 from lcjax.rope import Rope
 
 # XLA for CPUs multiplies 16-bit weights with float32 activations in float32. By default, a program
@@ -80,7 +81,8 @@ class InferenceJit:
         return self._from_16_bits
 
     def __call__(self, model: Decoder, *args: Any, **kwargs: Any) -> Any:
-        return self._for(model, *args)(without_rope(model), *args, **kwargs)
+        with explained(READING):
+            return self._for(model, *args)(without_rope(model), *args, **kwargs)
 
     def trace(self, model: Decoder, *args: Any, **kwargs: Any) -> Any:
         return self._for(model, *args).trace(without_rope(model), *args, **kwargs)

@@ -4,15 +4,16 @@ The memory kind of an array is part of its sharding, and of its type during trac
 it there, so no function needs an argument for it.
 """
 
+import contextlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
-from lcjax.errors import InputError
+from lcjax.errors import InputError, OutOfMemoryError
 from lcjax.parallel.sharding import path_of
 
 # What a training run offloads: nothing, the optimizer's state, or the weights as well.
@@ -29,6 +30,46 @@ _LIMIT_FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+
+
+# What to change if a device has too little memory, the cheapest first; docs/out_of_memory.md
+TRAINING = (
+    "raise train.accumulation (fewer rows at a time)",
+    "model.remat=offload (or full)",
+    "train.offload=optimizer, then parameters",
+    "mesh.fsdp over more devices, and mesh.context for long rows",
+    "model.param_dtype=bfloat16",
+    "train.lora.rank=8 (adapters)",
+    "a smaller data.length",
+)
+READING = (
+    "a smaller batch_size, or fewer prompts at a time",
+    "model.param_dtype=bfloat16",
+    "model.cache: storage of type int8, or a policy with chunk",
+    "mesh.tensor over more devices, and mesh.context for long texts",
+    "a smaller prefill_chunk",
+    "shorter texts",
+)
+
+
+@contextlib.contextmanager
+def explained(ways_out: Sequence[str]) -> Iterator[None]:
+    """Raises an OutOfMemoryError in place of XLA's error about a device that is full.
+
+    Args:
+      ways_out: what to change, in order, such as `TRAINING`.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)
+        advice = "; ".join(f"({number}) {way}" for number, way in enumerate(ways_out, 1))
+        raise OutOfMemoryError(
+            f"a device has too little memory; change, in this order: {advice}. XLA says:"
+            f" {first[:200]}"
+        ) from error
 
 
 def is_offloaded(x: jax.Array) -> bool:

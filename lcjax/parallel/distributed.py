@@ -27,6 +27,7 @@ from jax.experimental import multihost_utils
 
 from lcjax import config as config_lib
 from lcjax.errors import InputError, NonNegativeInt, PositiveInt, check_fields
+from lcjax.parallel.device_memory import READING, explained
 from pallas_kernels import self_check, timings
 
 _handlers: list[Any] = []  # ctypes does not own the functions that C may call
@@ -86,7 +87,8 @@ def main(
             start(config.distributed, agreed_stop=agreed_stop)
             cache_compiled_programs()
             _check_same_config(config)
-            run(config)
+            with explained(getattr(cls, "out_of_memory", READING)):
+                run(config)
     except Exception:
         if not jax.distributed.is_initialized():
             raise

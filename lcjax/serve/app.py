@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from lcjax.checkpoints.hf_config import announced_length
-from lcjax.errors import InputError, one_line
+from lcjax.errors import InputError, OutOfMemoryError, one_line
 from lcjax.generation.generate import Piece
 from lcjax.generation.language_model import LanguageModel
 from lcjax.serve.contexts import Context, ContextStore, NotFoundError, make_context
@@ -419,7 +419,7 @@ def _error_response(error: Exception) -> Response:
         status, message, headers = error.status_code, error.detail, error.headers
     elif isinstance(error, ClientDisconnect):
         status, message = 499, "the client has left"
-    elif "RESOURCE_EXHAUSTED" in str(error):
+    elif isinstance(error, OutOfMemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         status = 503
         message = "the device has too little memory for this request; shorten it or send fewer"
     else:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import draccus
 import jax
@@ -32,7 +32,7 @@ from lcjax.errors import (
 )
 from lcjax.models.distill import Distill
 from lcjax.models.lora import LoRA
-from lcjax.parallel.device_memory import Offload
+from lcjax.parallel.device_memory import TRAINING, Offload
 from lcjax.parallel.distributed import Distributed
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope.positions import PlainPositions, Positions
@@ -283,6 +283,7 @@ class RetrieverTraining(draccus.ChoiceRegistry, abc.ABC):
 class TrainConfig:
     """A training: the model, its text, its steps, its devices and its run folder."""
 
+    out_of_memory: ClassVar[tuple[str, ...]] = TRAINING
     model: ModelSection = field(default_factory=ModelSection)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainSection = field(default_factory=TrainSection)

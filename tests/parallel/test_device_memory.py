@@ -1,5 +1,7 @@
 """What does not fit into memory is refused before it is read or made."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +10,13 @@ import pytest
 from lcjax import LanguageModel
 from lcjax.checkpoints import ByteTokenizer, save_hf
 from lcjax.checkpoints.build import ModelSection
-from lcjax.errors import InputError
-from lcjax.models import cache, preset
+from lcjax.errors import InputError, OutOfMemoryError
+from lcjax.generation.programs import InferenceJit
+from lcjax.models import Decoder, cache, preset
 from lcjax.models.decoder import random_params
-from lcjax.parallel import device_memory
+from lcjax.parallel import device_memory, distributed
 from lcjax.parallel.sharding import Mesh, make_mesh
+from lcjax.training import TrainConfig
 
 CONFIG = preset("tiny").replace(vocab_size=ByteTokenizer().vocab_size)
 
@@ -93,3 +97,42 @@ def test_random_weights_that_do_not_fit_raise_input_error_before_they_are_drawn(
     free(1000)
     with pytest.raises(InputError, match="the random weights of a model in float32 take"):
         LanguageModel.load(ModelSection(preset="tiny"))
+
+
+FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 77 bytes.\nmore"
+
+
+def test_a_script_whose_device_is_full_ends_with_what_to_change(tmp_path, capsys):
+    def run(config):
+        (tmp_path / "run").mkdir()
+        raise jax.errors.JaxRuntimeError(FULL)
+
+    words = ["--model.preset=tiny", "--data.path=x", f"--run.folder={tmp_path / 'run'}"]
+    assert distributed.main(TrainConfig, run, words) == 1
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and "allocate 77 bytes" in line
+    places = [line.index(way) for way in device_memory.TRAINING]
+    assert places == sorted(places)
+    assert "JaxRuntimeError" in (tmp_path / "run" / "error.txt").read_text()
+
+
+def test_a_model_whose_device_is_full_says_what_to_change(monkeypatch):
+    def full(*args, **options):
+        raise jax.errors.JaxRuntimeError(FULL)
+
+    lm = LanguageModel(Decoder(CONFIG), random_params(CONFIG, 0), ByteTokenizer())
+    monkeypatch.setattr(InferenceJit, "_for", lambda *_: full)
+    with pytest.raises(OutOfMemoryError, match=r"\(1\) a smaller batch_size.* allocate 77 bytes"):
+        lm.generate([[1, 2, 3]])
+
+
+def test_other_errors_of_xla_are_not_changed():
+    error = jax.errors.JaxRuntimeError("INTERNAL: something else")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="^INTERNAL"), device_memory.explained(()):
+        raise error
+
+
+def test_the_page_about_full_devices_has_the_same_list():
+    page = (Path(__file__).parents[2] / "docs" / "out_of_memory.md").read_text()
+    for ways_out in (device_memory.TRAINING, device_memory.READING):
+        assert "\n".join(f"{number}. {way}" for number, way in enumerate(ways_out, 1)) in page
