@@ -110,9 +110,12 @@ class CachePolicy(CacheMethod):
         budgets = self.tokens, self.ratio, self.threshold
         if sum(budget is not None for budget in budgets) != 1:
             kind = self.get_choice_name(type(self))
+            given = [f"{name}={getattr(self, name)}" for name in ("tokens", "ratio", "threshold")
+                     if getattr(self, name) is not None]  # fmt: skip
+            has = f" and has {' and '.join(given)}" if given else ""
             raise InputError(
-                f"model.cache.type={kind} needs either tokens, a number that each key head keeps,"
-                " or ratio, the share that it evicts, or threshold, the score that tokens need"
+                f"model.cache.type={kind} needs one of tokens, a number that each key head keeps,"
+                f" ratio, the share that it evicts, and threshold, the score that tokens need{has}"
             )
         if self.threshold is not None:
             self._check_alone("threshold", "layers", "heads", "critical", "span", "part")

@@ -43,13 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_compiled = COMPILED in words
     if {"-h", "--help"} & {*words}:  # also if options are missing
         config_lib.parse(TrainConfig, ["--help"])
-    names = "length", "topology", "programs" if is_compiled else "mfu"
+    names = "length", "topology", "programs", *(() if is_compiled else ("mfu",))
     try:
         positional, options, keys = config_lib.split_options(words, names, ["compiled"])
         words = [*positional, *keys]
         is_local = is_compiled and not options["topology"]  # the devices of this machine
         topology = None if is_local else Topology.parse(options["topology"] or "")
         programs = [name for name in (options.get("programs") or "").split(",") if name]
+        if programs and not is_compiled:
+            raise InputError("--programs names what --compiled compiles; add it, or leave both out")
         for name in programs:
             check_one_of("--programs", name, PROGRAMS)
         mfu = _mfu(options.get("mfu") or str(estimate.MFU))

@@ -24,6 +24,7 @@ from lcjax.evaluation.tasks import Perplexity
 from lcjax.generation.shared_prefix import QueryAgnostic, QueryAware
 from lcjax.memory import MemorySection
 from lcjax.models import PRESETS
+from lcjax.models.cache import abstract_cache
 from lcjax.parallel.distributed import Distributed
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope import Rope
@@ -123,7 +124,7 @@ class EvalConfig:
     max_windows: PositiveInt | None = None  # perplexity windows per length; null: all
     batch_size: PositiveInt = 1  # windows per batch; like mesh, may change when a run is resumed
     # GB of memory for prompts that were read and not yet cut: methods that differ only in what
-    # `cache` evicts at the end of a prompt read them once. Seconds then leave that reading out
+    # `cache` evicts at the end of a prompt read them once; their seconds include that reading
     readings_gb: NonNegativeFloat = 0
     seed: Seed = 0  # seed of random keys, depths and choices of windows
     published: tuple[Published, ...] = ()  # numbers of papers to show beside those of the run
@@ -244,8 +245,19 @@ def apply_method(model, method: Method, length: int, *, prompts: bool = False):
     return source.reader(model, length, prompts=prompts)
 
 
-def method_settings(model, method: Method) -> Any:
-    """Returns the config of `model` with the settings of `method`, as plain values."""
+def method_settings(model, method: Method, length: int) -> Any:
+    """Returns the config of `model` with the settings of `method`, as plain values.
+
+    Raises:
+      InputError: a cache of `length` tokens cannot be as `method.cache` says.
+    """
     choices = {"rope": method.rope, "pattern": method.pattern, "cache": method.cache}
     config = model.with_method(**choices).config
+    if dataclasses.is_dataclass(config) and method.cache is not None:
+        try:
+            abstract_cache(config, 1, length)  # reads its files
+            if method.question == "window":
+                method.cache.check_question(1)
+        except InputError as error:
+            raise InputError(f"methods: {method.name}: {error}") from error
     return draccus.encode(config) if dataclasses.is_dataclass(config) else None

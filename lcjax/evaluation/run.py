@@ -272,6 +272,7 @@ class _Runner:
         self._done = {task.label: store.read(task.label) for task in config.tasks}
         self._records: dict[Task, list[Record]] = {task: [] for task in config.tasks}
         self.models: dict[str, Any] = {}  # configs of the methods, for the summary
+        self._readings: Readings | None = None  # that methods share
 
     def check_memory(self, mesh: jax.sharding.Mesh) -> None:
         """Raises an InputError if the run does not fit into device memory; nothing is loaded.
@@ -335,14 +336,15 @@ class _Runner:
         """
         model = self._load(section)
         if self._config.readings_gb:
-            model.readings = Readings(int(1e9 * self._config.readings_gb))
+            num_bytes = int(1e9 * self._config.readings_gb)
+            model.readings = self._readings = Readings(num_bytes, measure.Stopwatch)
         for line in self._memory_lines(section, methods, model):
             if distributed.is_main_process():
                 bar.write(line, file=sys.stderr)
         # Later checkpoints may have other tokenizers and windows; the bar assumes the same ones.
         bar.total = bar.n + self._num_tokens(remaining, self._plan(model.tokenizer, bar))
         for method in methods:
-            self.models[method.name] = method_settings(model, method)
+            self.models[method.name] = method_settings(model, method, self._lengths[-1])
             self._check_model(method, model)
         self._store.begin()  # after the checks, as it may delete an old run
         return model
@@ -519,10 +521,14 @@ class _Runner:
         cache_bytes = cell.model.cache_bytes(cell.fields["length"])
         for chunk in _batches(task, model, cell.missing, size):
             inputs = [_with_foreign_context(model, unit, cell.units, seed) for unit in chunk]
+            before = 0.0 if self._readings is None else self._readings.saved_seconds
             with measure.Stopwatch() as watch:
                 scores = scorer(inputs)
+            seconds = watch.seconds - watch.compiling
+            if self._readings is not None:  # a method that reads alone would have taken them, too
+                seconds += self._readings.saved_seconds - before
             cost = {
-                "seconds": (watch.seconds - watch.compiling) / len(chunk),
+                "seconds": seconds / len(chunk),
                 "compile_seconds": watch.compiling / len(chunk),
                 "peak_bytes": measure.peak_bytes(floor),
                 "peak_bytes_at_most": measure.highest_bytes(),

@@ -6,7 +6,7 @@ observes queries (`LayerCache.reading`), so any other method can cut the same ar
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,24 @@ class Reading(NamedTuple):
 
     logits: jax.Array
     cache: Cache
+    seconds: float = 0.0  # that it took, without compilation
 
 
 class Readings:
-    """The last readings, of at most `num_bytes` bytes on all devices together."""
+    """The last readings, of at most `num_bytes` bytes on all devices together.
 
-    def __init__(self, num_bytes: int):
-        self._num_bytes = num_bytes
+    Attributes:
+      saved_seconds: the time of all readings that were used again.
+    """
+
+    def __init__(self, num_bytes: int, stopwatch: Callable[[], Any]):
+        """Keeps no reading yet.
+
+        Args:
+          num_bytes: their maximum size.
+          stopwatch: makes a context manager that measures `seconds`, and those of `compiling`.
+        """
+        self._num_bytes, self._stopwatch, self.saved_seconds = num_bytes, stopwatch, 0.0
         self._readings: dict[Hashable, Reading] = {}  # the last used is the last
 
     def __len__(self) -> int:
@@ -57,7 +68,13 @@ class Readings:
         layers = tuple(empty.kinds[number].reading for number in empty.kind_by_layer)
         texts = tuple(tuple(map(int, prompt)) for prompt in prompts)
         key = config.replace(cache=None), texts, length, chunk, empty.capacity, layers
-        reading = self._readings.pop(key, None) or read()
+        reading = self._readings.pop(key, None)
+        if reading is not None:
+            self.saved_seconds += reading.seconds
+        else:
+            with self._stopwatch() as watch:
+                reading = jax.block_until_ready(read())
+            reading = reading._replace(seconds=watch.seconds - watch.compiling)
         self._readings[key] = reading
         while self._readings and sum(map(_size, self._readings.values())) > self._num_bytes:
             del self._readings[next(iter(self._readings))]
@@ -65,7 +82,7 @@ class Readings:
 
 
 def _size(reading: Reading) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(reading))
+    return sum(leaf.nbytes for leaf in jax.tree.leaves((reading.logits, reading.cache)))
 
 
 def separated(cache: Cache, other: Cache) -> Cache:

@@ -73,8 +73,8 @@ def strategy(
     shared = max(d for d in range(1, devices + 1) if devices % d == count % d == near % d == 0)
     if choice == "usp" and shared == 1:
         raise InputError(
-            f"model.context_parallel=usp: the {count} query heads of a device cannot be shared by"
-            f" some of the {devices} devices of mesh.context; use ring or all_gather"
+            f"model.context_parallel=usp: no number of the {devices} devices of mesh.context"
+            f" divides the {count} query heads of a device; use ring or all_gather"
         )
     if choice == "all_to_all" and count % devices:
         raise InputError(

@@ -33,6 +33,7 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     mesh, model = mesh_sizes(config.mesh, topology.devices), model_of(config)
     batches.check_rows(config, mesh.shape)
     length, train, chip = batches.row_length(config, model), config.train, topology.chip
+    plan = model.context_strategy(mesh, length)
     work = flops(config, model)
     estimated = training_memory(config, model, mesh)
     kv_cache = cost.generation_memory(model, length, 1, mesh).cache
@@ -57,9 +58,11 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     for name, size in (estimated.parts | {"cache": kv_cache} | host).items():
         if size or name != "context":  # the encoded context of a text that is generated
             print(f"  {name:16} {size / 1e9:8.2f} GB{notes.get(name, '')}")
+    if model.evicts:
+        kept = cost.cache_bytes(model, length)
+        print(f"  {'cache, cut':16} {kept / 1e9:8.2f} GB (of a text after its cut, on all devices)")
     print(*(f"  {line}\n" for line in replication_notes(model, mesh)), sep="", end="")
     if mesh.shape["context"] > 1:
-        plan = model.context_strategy(mesh, length)
         groups = f" in groups of {plan.group}" if plan.group > 1 else ""
         print(f"context            {plan.method}{groups}: {plan.reason}")
     fits = estimated.total <= chip.usable

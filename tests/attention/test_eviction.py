@@ -661,8 +661,8 @@ def rates_of(heads, columns):
     ("make", "words"),
     [
         (lambda: Finch(tokens=64, part=20), "part=20 gives each part .* share of ratio"),
-        (lambda: Knorm(), "model.cache.type=knorm needs either tokens.*or ratio"),
-        (lambda: Knorm(tokens=4, ratio=0.5), "needs either tokens"),
+        (lambda: Knorm(), "model.cache.type=knorm needs one of tokens.* need$"),
+        (lambda: Knorm(tokens=4, ratio=0.5), "one of tokens.* and has tokens=4 and ratio=0.5"),
         (lambda: SnapKV(tokens=64, pool=4), "pool=4 must be odd"),
         (
             lambda: SnapKV(tokens=4, window=8),

@@ -52,6 +52,7 @@ from lcjax.cost.program import collectives
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig
 from lcjax.evaluation.eval_config import Method
+from lcjax.evaluation.measure import Stopwatch
 from lcjax.evaluation.split import ReplugSplit
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
@@ -647,7 +648,7 @@ def test_scores_that_are_no_numbers_come_last(lm):
 def test_methods_that_cut_a_prompt_in_other_ways_read_it_once(lm):
     """Their answers are those of a reading of their own, also after others wrote into a copy."""
     shared, few = lm.with_method(), lm.with_method()
-    shared.readings, few.readings = Readings(10**9), Readings(1)
+    shared.readings, few.readings = Readings(10**9, Stopwatch), Readings(1, Stopwatch)
     prompts, rest = [text(1, 60), text(2, 45)], [[text(3, 8)], [text(4, 5)]]
     methods = [
         KeyDiff(ratio=0.5), SmallNorm(ratio=0.75), SmallNorm(tokens=20, critical=Critical()),
@@ -663,6 +664,7 @@ def test_methods_that_cut_a_prompt_in_other_ways_read_it_once(lm):
                 for one, other in zip(alone, scores, strict=True):
                     np.testing.assert_array_equal(one[0].nll, other[0].nll)
     assert len(shared.readings) == 4 and not len(few.readings)
+    assert shared.readings.saved_seconds > 0 and few.readings.saved_seconds == 0
 
 
 def test_a_repeated_text_is_the_one_since_the_last_cut(lm):
@@ -909,6 +911,7 @@ def test_a_policy_in_a_file_of_the_user_is_a_config_key():
         ({"position": "alibi"}, "model.cache is not defined for models with position=alibi"),
         ({"pattern": Landmark(block=4, top_k=1, train_length=32, token=3)},
          "model.cache.type=small_norm is not defined for layers under model.pattern.type=landmark"),
+        ({"pattern": Sliding(window=9)}, "all layers of this model have windows"),
         ({"cache": "small_norm"}, "model.cache='small_norm' must be of type .*CacheMethod"),
     ],
 )  # fmt: skip

@@ -209,7 +209,7 @@ def test_heads_devices_and_links_decide_what_is_exchanged():
     assert chosen(8, 32, choice="usp", group=4) == ("usp", 4)
     assert chosen(8, 32, choice="all_gather") == ("all_gather", 1)
     for choice, group, message in (
-        ("usp", None, "cannot be shared by some"), ("all_to_all", None, "use usp, ring"),
+        ("usp", None, "no number of the 8 devices"), ("all_to_all", None, "use usp, ring"),
         ("usp", 3, "context_group=3 must divide"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):

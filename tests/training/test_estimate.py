@@ -61,6 +61,7 @@ def test_the_length_given_is_that_of_the_rows(capsys):
     [
         ([], "--topology is missing: name the devices"),
         (["--topology=h200:8", "--mfu=40"], "--mfu=40 must be a share"),
+        (["--topology=h200:8", "--programs=train"], "add it, or leave both out"),
         (["--topology=h200:8", "--mesh.fsdp=3"], "set --mesh.fsdp=-1"),
         (["--topology=h200:8", "--train.batch_size=12"], "nearest: 16"),
     ],

@@ -101,7 +101,7 @@ class ThinK(CachePolicy):
 
     examples = ({"channels": Channels(window=8)},)
 
-    ratio: Annotated[float, Interval(least=0, most=0)] = 0.0  # of tokens; none is evicted
+    ratio: Annotated[float, Interval(0, 0, hint="all tokens stay; set channels.ratio")] = 0.0
     channels: Channels = Channels()
 
     def score(self, slots):

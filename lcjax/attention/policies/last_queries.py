@@ -212,7 +212,7 @@ class SimLayerKV(LastQueries):
 
     examples = ({"lazy_threshold": 0.1, "sinks": 2, "recent": 12, "last_queries": 3},)
 
-    ratio: Annotated[float, Interval(least=0, most=0)] = 0.0  # of tokens, in layers not lazy
+    ratio: Annotated[float, Interval(0, 0, hint="layers that are not lazy keep all tokens")] = 0.0
     lazy_threshold: Fraction = 0.9
     sinks: NonNegativeInt = 4
     recent: PositiveInt = 1024
