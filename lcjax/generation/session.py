@@ -639,15 +639,15 @@ def read_prompts(
     is_cut = is_alone and any(kind.acts_on_prompt for kind in cache.kinds)
     next_chunk = num_new if keeps_new else chunk
     if lm.readings is None or not is_cut:
-        output, before = read()
+        reading = read()
     else:
         settings = lm.model.config, prompts, lm.length, chunk, session.cache
-        output, before = lm.readings.read(*settings, read)
-        session.cache = before
+        reading = lm.readings.read(*settings, read)
+        session.cache = reading.cache
     session.end_prompt(num_new, next_chunk, prompts, lm.tokenizer, question=question)
     if lm.readings is not None:
-        session.cache = separated(session.cache, before)
-    return output, session
+        session.cache = separated(session.cache, reading.cache)
+    return reading.logits, session
 
 
 def _read_after_cut(lm, prompts, rotation, prefix: CachedPrefix, num_new, chunk, with_ffn_input):

@@ -219,11 +219,6 @@ class ModelConfig:
             )
         for pattern in self.patterns:
             self.cache.check(pattern)
-        if self.cache.evicts and all(x.for_inference().is_bounded for x in self.patterns):
-            raise InputError(
-                "model.cache evicts tokens of layers that see whole texts, and all layers of this"
-                " model have windows; leave model.cache out"
-            )
 
     @property
     def has_exact_cache(self) -> bool:

@@ -911,7 +911,6 @@ def test_a_policy_in_a_file_of_the_user_is_a_config_key():
         ({"position": "alibi"}, "model.cache is not defined for models with position=alibi"),
         ({"pattern": Landmark(block=4, top_k=1, train_length=32, token=3)},
          "model.cache.type=small_norm is not defined for layers under model.pattern.type=landmark"),
-        ({"pattern": Sliding(window=9)}, "all layers of this model have windows"),
         ({"cache": "small_norm"}, "model.cache='small_norm' must be of type .*CacheMethod"),
     ],
 )  # fmt: skip
@@ -921,6 +920,9 @@ def test_models_that_cannot_evict_tokens_are_refused(change, message):
 
 
 def test_calls_that_a_policy_does_not_define_say_what_to_do(lm):
+    windows = lm.with_method(pattern=Sliding(window=9), cache=SmallNorm(tokens=8))
+    with pytest.raises(InputError, match="all layers of this model have windows"):
+        windows.nll(np.zeros((1, 20), int), first=10)
     for fields, message in (({"every": -1}, "model.cache.every=-1"),):
         with pytest.raises(InputError, match=message):
             SmallNorm(**fields)
