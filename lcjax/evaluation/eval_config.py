@@ -256,6 +256,11 @@ def method_settings(model, method: Method, length: int) -> Any:
     if dataclasses.is_dataclass(config) and method.cache is not None:
         try:
             abstract_cache(config, 1, length)  # reads its files
+            if config.evicts and all(x.for_inference().is_bounded for x in config.patterns):
+                raise InputError(
+                    "cache evicts tokens of layers that see whole texts, and all layers of this"
+                    " model have windows; leave cache out"
+                )
             if method.question == "window":
                 method.cache.check_question(1)
         except InputError as error:

@@ -25,7 +25,6 @@ from lcjax.attention.cache import (
     branch_parts,
     whole_blocks,
 )
-from lcjax.errors import InputError
 from lcjax.parallel.device_memory import check_fits
 from lcjax.parallel.sharding import LENGTH, ROWS, Mesh, attention_layout, rows_over
 from lcjax.rope import Rotation
@@ -244,17 +243,8 @@ def lower_cut(
 
 
 def layer_caches(config: "ModelConfig", rotated: bool | None = None) -> list[LayerCache]:
-    """Returns the kind of cache of each layer; `rotated` is as in `create`.
-
-    Raises:
-      InputError: a cache policy would evict nothing.
-    """
+    """Returns the kind of cache of each layer; `rotated` is as in `create`."""
     caches = [layer_cache(config.of_kind(kind), rotated) for kind in config.kinds]
-    if config.evicts and not any(cache.evicts for cache in caches):
-        raise InputError(
-            "model.cache evicts tokens of layers that see whole texts, and all layers of this model"
-            " have windows; leave model.cache out"
-        )
     caches = [caches[kind] for kind in config.kind_by_layer]
     # Layers of codes, such as rings, are not all layers that share a budget.
     coded = [number for number, cache in enumerate(caches) if cache.stores_by_layer]

@@ -49,10 +49,11 @@ def _feed_forward(
     config: ModelConfig, mesh: jax.sharding.Mesh | None, x: jax.Array, inputs: LayerInputs
 ) -> tuple[jax.Array, Load | None]:
     """Returns the MLP's output, and the load of its experts if `inputs.collect` selects it."""
+    by_tiles = remat.recomputes(config.remat, "product")
     if config.experts is None:
-        return MLP(config, mesh, name="mlp")(x), None
+        return MLP(config, mesh, by_tiles, name="mlp")(x), None
     collect = inputs.collect if isinstance(inputs.collect, CollectLoad) else None
-    return SparseMLP(config, mesh, name="mlp")(x, collect)
+    return SparseMLP(config, mesh, by_tiles, name="mlp")(x, collect)
 
 
 def _block_input(x: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:

@@ -24,7 +24,6 @@ from lcjax.models.experts import Kernels, Load, mixture
 from lcjax.models.loss import Projection, has_few_rows, product_of_few_rows
 from lcjax.models.memory import EncodedContext
 from lcjax.models.model_config import ModelConfig
-from lcjax.models.remat import recomputes
 from lcjax.models.tiles import over_local_tiles, tile_size, tokens_of_device
 from lcjax.parallel.device_memory import is_offloaded, to_device
 from lcjax.parallel.sharding import (
@@ -387,11 +386,12 @@ class MLP(nn.Module):
 
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None
+    by_tiles: bool = False  # whether x [B, T, D] may be computed by tiles of tokens
 
     @nn.compact
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         c = self.config
-        if recomputes(c.remat, "product") and x.ndim == 3 and not self.is_initializing():
+        if self.by_tiles and not self.is_initializing():
             tokens = math.prod(tokens_of_device(self.mesh, *x.shape[:2]))
             tile = tile_size(tokens, self._bytes_per_token(), self.mesh)
             if tile < tokens:
@@ -453,6 +453,7 @@ class SparseMLP(nn.Module):
 
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None
+    by_tiles: bool = False  # whether experts compute tiles of tokens
 
     @nn.compact
     def __call__(
@@ -467,7 +468,7 @@ class SparseMLP(nn.Module):
             experts=c.experts,
             activate=_ACTIVATIONS[c.activation],
             mesh=None if self.is_initializing() else self.mesh,
-            by_tiles=recomputes(c.remat, "product"),
+            by_tiles=self.by_tiles,
         )
 
 

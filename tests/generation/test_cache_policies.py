@@ -920,9 +920,6 @@ def test_models_that_cannot_evict_tokens_are_refused(change, message):
 
 
 def test_calls_that_a_policy_does_not_define_say_what_to_do(lm):
-    windows = lm.with_method(pattern=Sliding(window=9), cache=SmallNorm(tokens=8))
-    with pytest.raises(InputError, match="all layers of this model have windows"):
-        windows.nll(np.zeros((1, 20), int), first=10)
     for fields, message in (({"every": -1}, "model.cache.every=-1"),):
         with pytest.raises(InputError, match=message):
             SmallNorm(**fields)
