@@ -210,14 +210,14 @@ def measure_quality(args: argparse.Namespace) -> None:
         for name in args.methods:
             # Those that read alike, in one process; streamed text has nothing to share.
             alike = KEYS_ONLY if name in KEYS_ONLY and not args.streamed else name
-            for kept in [512] if args.streamed else args.ratios:
-                method = {"cache": {**POLICIES[name], "ratio": kept}}
+            for setting in [512] if args.streamed else args.ratios:
+                method = {"cache": {**POLICIES[name], "ratio": setting}}
                 if args.streamed:
-                    method["cache"] = {**POLICIES[name], "tokens": kept, "chunk": 256}
+                    method["cache"] = {**POLICIES[name], "tokens": setting, "chunk": 256}
                 else:
                     method["question"] = args.question
                 if not (args.streamed and name == "kvzip"):  # which reads the text again at its end
-                    key = f"{length} {protocol} {kept} {name}"
+                    key = f"{length} {protocol} {setting} {name}"
                     groups.setdefault(alike, {})[key] = method
         for methods in groups.values():
             missing = {key: x for key, x in methods.items() if key not in done.get(part, {})}
@@ -256,7 +256,7 @@ def quality_table(results: dict) -> str:
     ]
     rows = results.get("quality", {})
     for key, row in sorted(rows.items(), key=lambda item: _quality_order(item[0])):
-        length, protocol, kept, name = key.split(" ", 3)
+        length, protocol, setting, name = key.split(" ", 3)
         full = rows[f"{length} {'streamed' if protocol == 'streamed' else 'text'} - full"]
         needles, nats, published = "", "", ""
         if row["needles"]:
@@ -264,24 +264,24 @@ def quality_table(results: dict) -> str:
             low, high = wilson(round(right), total)
             needles = f"{right / total:.2f} ({low:.2f} to {high:.2f}, n = {total})"
         if name != "full":
-            more = paired(full["nats"], row["nats"], clusters=row["sources"])
-            nats = f"{more.mean:+.3f} ({more.low:+.3f} to {more.high:+.3f}, n = {more.count})"
+            loss = paired(full["nats"], row["nats"], clusters=row["sources"])
+            nats = f"{loss.mean:+.3f} ({loss.low:+.3f} to {loss.high:+.3f}, n = {loss.count})"
         if protocol == "unseen" and name in PUBLISHED:
-            published = PUBLISHED[name].get(float(kept), "")
+            published = PUBLISHED[name].get(float(setting), "")
         elif protocol == "text":
             published = 95.4
-        evicted = {"text": "", "streamed": f"to {kept} tokens"}.get(protocol, kept)
+        evicted = {"text": "", "streamed": f"to {setting} tokens"}.get(protocol, setting)
         cells = name, f"{int(length):,}", protocol, evicted, f"{row['held'] / 1e6:.0f}"
         lines.append(f"| {' | '.join(map(str, (*cells, needles, nats, published)))} |")
     return "\n".join(lines)
 
 
 def _quality_order(key: str) -> tuple:
-    length, protocol, kept, name = key.split(" ", 3)
+    length, protocol, setting, name = key.split(" ", 3)
     place = 0 if name == "full" else 1 + list(POLICIES).index(name)
     protocols = ["text", "unseen", "seen", "streamed"]
     is_streamed = protocol == "streamed"
-    return is_streamed, int(length), protocols.index(protocol), kept, place
+    return is_streamed, int(length), protocols.index(protocol), setting, place
 
 
 def memory_table(results: dict) -> str:

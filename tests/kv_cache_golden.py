@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from lcjax.attention.policies import Compactor
+from lcjax.attention.policies import Cap, Compactor, Cur, Knorm, NonCausal, QFilter
 
 FILE = Path(__file__).resolve().parent / "golden" / "kv_cache.json"
 
@@ -43,3 +43,14 @@ class InjectedSketch(Compactor):
 
     def gaussian(self, slots):
         return golden()[1]["compactor.r50.sketch"][slots.layer]
+
+
+# Policies whose scores are tested in one layer, and whose logits are tested in a model.
+SCORES = {
+    "chunk.knorm": Knorm(ratio=0.5, part=20),
+    "qfilter.r50": QFilter(ratio=0.5, file=filter_file(golden()[1]["qfilter.r50.filter"])),
+    "cur.default": Cur(ratio=0.45),
+    "non_causal.chunk32": NonCausal(ratio=0.5, block=32, fills_block=True),
+    "compactor.r50": InjectedSketch(ratio=0.5, block=32, fills_block=True),
+    "cap.default": Cap(ratio=0.5, future=64),
+}

@@ -204,11 +204,13 @@ class LayerCache(abc.ABC):
     def needs_few(self, arrays: Arrays, prompt: Prompt) -> Bool[Array, ""]:
         """Returns whether few slots are enough for all rows at the end of a prompt.
 
+        By default they never are: the text decides only if the cache `depends_on_text`.
+
         Args:
-          arrays: those of a layer that `depends_on_text`.
+          arrays: those of a layer.
           prompt: what was read.
         """
-        raise NotImplementedError
+        return jnp.zeros((), bool)
 
     def with_few(self, needs_few: bool) -> LayerCache:
         """Returns the cache that the end of the prompt leaves few slots, or as many as may be."""

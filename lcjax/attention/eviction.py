@@ -110,9 +110,9 @@ class CachePolicy(CacheMethod):
         budgets = self.tokens, self.ratio, self.threshold
         if sum(budget is not None for budget in budgets) != 1:
             kind = self.get_choice_name(type(self))
-            given = [f"{name}={getattr(self, name)}" for name in ("tokens", "ratio", "threshold")
+            settings = [f"{name}={getattr(self, name)}" for name in ("tokens", "ratio", "threshold")
                      if getattr(self, name) is not None]  # fmt: skip
-            has = f" and has {' and '.join(given)}" if given else ""
+            has = f" and has {' and '.join(settings)}" if settings else ""
             raise InputError(
                 f"model.cache.type={kind} needs one of tokens, a number that each key head keeps,"
                 f" ratio, the share that it evicts, and threshold, the score that tokens need{has}"

@@ -77,9 +77,11 @@ def recomputes(remat: str, name: str) -> bool:
 
 def policy(remat: str) -> Callable[..., object] | None:
     """Returns the policy of `jax.checkpoint` for a block; None: it keeps the input alone."""
-    kept = places(remat)
-    on_device, on_host = ([name for name in kept if kept[name] == place] for place in PLACES)
-    if not kept:
+    place_of = places(remat)
+    on_device, on_host = (
+        [name for name in place_of if place_of[name] == place] for place in PLACES
+    )
+    if not place_of:
         return None
     if not on_host:
         return jax.checkpoint_policies.save_only_these_names(*on_device)

@@ -59,8 +59,8 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
         if size or name != "context":  # the encoded context of a text that is generated
             print(f"  {name:16} {size / 1e9:8.2f} GB{notes.get(name, '')}")
     if model.evicts:
-        kept = cost.cache_bytes(model, length)
-        print(f"  {'cache, cut':16} {kept / 1e9:8.2f} GB (of a text after its cut, on all devices)")
+        held = cost.cache_bytes(model, length)
+        print(f"  {'cache, cut':16} {held / 1e9:8.2f} GB (of a text after its cut, on all devices)")
     print(*(f"  {line}\n" for line in replication_notes(model, mesh)), sep="", end="")
     if mesh.shape["context"] > 1:
         groups = f" in groups of {plan.group}" if plan.group > 1 else ""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kv_cache_golden import InjectedSketch, filter_file, golden, head_file
+from kv_cache_golden import SCORES, filter_file, golden, head_file
 
 from lcjax.attention import AttentionMetadata, CacheMethod, Causal, KeepAll
 from lcjax.attention.budgets import (
@@ -30,7 +30,6 @@ from lcjax.attention.eviction import CachePolicy, Evicting
 from lcjax.attention.merging import Merging
 from lcjax.attention.policies import (
     H2O,
-    Cap,
     Compactor,
     Cur,
     DuoAttention,
@@ -42,7 +41,6 @@ from lcjax.attention.policies import (
     LagKV,
     LagKVOriginal,
     Leverage,
-    NonCausal,
     ObservedAttention,
     Phases,
     QFilter,
@@ -104,12 +102,7 @@ CASES = {  # name: policy
         ),
     ),
     "per_layer.knorm": Knorm(ratio=0.5, layers=LayerRatios((0.25, 0.5, 0.75, 0.1))),
-    "chunk.knorm": Knorm(ratio=0.5, part=20),
-    "qfilter.r50": QFilter(ratio=0.5, file=filter_file(golden()[1]["qfilter.r50.filter"])),
-    "cur.default": Cur(ratio=0.45),
-    "non_causal.chunk32": NonCausal(ratio=0.5, block=32, fills_block=True),
-    "compactor.r50": InjectedSketch(ratio=0.5, block=32, fills_block=True),
-    "cap.default": Cap(ratio=0.5, future=64),
+    **SCORES,
 }
 
 

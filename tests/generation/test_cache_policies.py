@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kv_cache_golden import InjectedSketch, filter_file, golden, head_file
+from kv_cache_golden import SCORES, filter_file, golden, head_file
 from safetensors.numpy import load_file, save_file
 from small_norm import SmallNorm
 from tiny_lm import sharp_decoder
@@ -35,7 +35,6 @@ from lcjax.attention.policies import (
     LagKV,
     LagKVOriginal,
     Leverage,
-    NonCausal,
     Phases,
     QFilter,
     SimLayerKV,
@@ -138,12 +137,7 @@ CUT = {  # case: policy
     "kvcompose.structured": KVCompose(ratio=0.4, heads=Composite(most=4)),
     "merging.knorm": Knorm(ratio=0.5, merge=Merging(fraction=0.75)),
     "think.half": ThinK(channels=Channels(0.5, window=16)),
-    "chunk.knorm": Knorm(ratio=0.5, part=20),
-    "qfilter.r50": QFilter(ratio=0.5, file=filter_file(golden()[1]["qfilter.r50.filter"])),
-    "cur.default": Cur(ratio=0.45),
-    "non_causal.chunk32": NonCausal(ratio=0.5, block=32, fills_block=True),
-    "compactor.r50": InjectedSketch(ratio=0.5, block=32, fills_block=True),
-    "cap.default": Cap(ratio=0.5, future=64),
+    **SCORES,
 }
 
 

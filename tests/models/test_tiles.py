@@ -147,9 +147,9 @@ def test_results_are_kept_where_remat_says(places, on_host):
     loss, params = loss_of(SMALL.replace(remat=places)), abstract(SMALL)
     residuals = jax.make_jaxpr(lambda params: jax.vjp(loss, params)[1])(params).out_avals
     stacked = [x for x in residuals if x.shape[:3] == (3, 2, 48)]
-    kept = [x.memory_space == jax.memory.Space.Host for x in stacked]
-    assert sum(kept) == on_host
-    assert (len(kept) == 1) == (places in ("full", "input=host"))
+    is_on_host = [x.memory_space == jax.memory.Space.Host for x in stacked]
+    assert sum(is_on_host) == on_host
+    assert (len(is_on_host) == 1) == (places in ("full", "input=host"))
 
 
 def test_estimates_count_what_the_host_keeps_apart():

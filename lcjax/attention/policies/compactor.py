@@ -53,7 +53,7 @@ class NonCausal(LastQueries):
         return slots.is_token & (slots.index >= first) & (slots.index < stop)
 
     def observe(self, seen: Seen):
-        own, slots = super().observe(seen), seen.slots
+        last, slots = super().observe(seen), seen.slots
         received = jnp.where(seen.is_new, 0, slots.state["received"][..., 0])
         is_new = seen.index >= 0
         begin = self._whole_blocks(slots.tokens - is_new.sum(-1, dtype=jnp.int32))
@@ -76,7 +76,7 @@ class NonCausal(LastQueries):
             return jax.lax.scan(step, received, jnp.arange(most, dtype=jnp.int32))[0]
 
         received = jax.lax.cond((begin < end).any(), add, lambda x: x, received)
-        return own | {"received": received[..., None]}
+        return last | {"received": received[..., None]}
 
     def _whole_blocks(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
         """Returns the number of blocks whose tokens were all read."""
@@ -103,7 +103,7 @@ class NonCausal(LastQueries):
         index = (self.ends[0] + block * self.block)[:, None] + place  # [B, P]
         is_query = place < length[:, None]
         number = jnp.clip(queries.shape[2] - slots.tokens[:, None] + index, 0, queries.shape[2] - 1)
-        taken = jnp.take_along_axis(queries, number[:, None, :, None], axis=2)
+        block_queries = jnp.take_along_axis(queries, number[:, None, :, None], axis=2)
         by_head = jnp.broadcast_to(index[:, None], (*slots.index.shape[:2], self.block))
         places = on_each_device(_slots_of, slots.layout, slots.index, by_head)
         is_key = slots.take(slots.index, places) == index[:, None]
@@ -115,10 +115,10 @@ class NonCausal(LastQueries):
             index=jnp.where(is_key | self.fills_block, 0, -1),
         )
         # Logits of `attention_by_head` are divided by sqrt(H).
-        taken = jnp.where(is_query[:, None, :, None], taken.astype(jnp.float32), 0)
-        taken *= taken.shape[-1] ** 0.5
+        block_queries = jnp.where(is_query[:, None, :, None], block_queries.astype(jnp.float32), 0)
+        block_queries *= block_queries.shape[-1] ** 0.5
         sums = attention_by_head(
-            block_slots, taken, query_index, lambda weights: weights.sum(2).mean(1)
+            block_slots, block_queries, query_index, lambda weights: weights.sum(2).mean(1)
         )
         places = jnp.where(is_key, places, received.shape[-1])
         return jnp.put_along_axis(received, places, sums, axis=2, inplace=False, mode="drop")
