@@ -112,7 +112,7 @@ def _api_page(name: str) -> str:
     """The page of a module: a table of its names, then each with its docstring."""
     module = importlib.import_module(name)
     groups: dict[str, list[str]] = {"class": [], "function": []}
-    for entry in _entries(module):
+    for entry in entries(module):
         value = getattr(module, entry)
         if not hasattr(value, "__qualname__"):
             continue  # a tuple of names
@@ -133,7 +133,7 @@ def _api_page(name: str) -> str:
     return "\n".join(lines)
 
 
-def _entries(module: types.ModuleType) -> list[str]:
+def entries(module: types.ModuleType) -> list[str]:
     """The public names of a module, without the modules among them."""
     names = getattr(module, "__all__", None) or [
         name

@@ -358,6 +358,7 @@ class ErrorReport:
     """Prints errors of a script and sets its exit code; a context manager.
 
     It prints one line for these errors, and raises all others:
+
     - InputError, and OSError before the config is parsed or for too long a file name: exit code 2;
     - OSError or OutOfMemoryError during a run: exit code 1, and the traceback goes to the run
       folder;
