@@ -26,6 +26,7 @@ from lcjax.models.decoder import random_params, with_learned_rope
 from lcjax.models.encoder import encoder_config, encoder_params
 from lcjax.models.model_config import ContextParallel, Dtype, PositionEncoding
 from lcjax.models.remat import Remat
+from lcjax.models.weight_storage import WeightStorage
 from lcjax.parallel.sharding import device_mesh
 from lcjax.rope import Rope
 
@@ -52,6 +53,9 @@ class ModelSection:
     position: PositionEncoding | None = None
     dtype: Dtype | None = None  # of activations; null: bfloat16 on accelerators, float32 on CPU
     param_dtype: Dtype | None = None  # of weights; null: the checkpoint's own
+    # Codes of 8 or 4 bits in place of the matrices of layers, which are then not trained (QLoRA):
+    # int8 or nf4; null: floats
+    weights: WeightStorage | None = None
     # What the backward pass recomputes instead of storing it: none, full (all but the inputs of
     # layers), attention (as full, but not attention), dots (all but the results of matrix products
     # and attention: nearly free) or offload (as attention, and host memory keeps what is not
@@ -66,7 +70,8 @@ class ModelSection:
 
     def __post_init__(self):
         registries = {"rope": Rope, "pattern": Pattern, "cache": CacheMethod}
-        for field, base in (registries | {"memory": MemorySection}).items():
+        registries |= {"memory": MemorySection, "weights": WeightStorage}
+        for field, base in registries.items():
             check_instance(f"model.{field}", getattr(self, field), base)
         for kind in self.layers if isinstance(self.layers, list | tuple) else ():
             if not isinstance(kind, LayerKind):
@@ -79,6 +84,12 @@ class ModelSection:
             raise InputError(
                 f"model.path={self.path!r} and model.preset={self.preset!r}: give only one"
             )
+        for field in ("memory", "encoder_layers") if self.weights is not None else ():
+            if getattr(self, field) is not None:
+                raise InputError(
+                    f"model.weights stores matrices that are not trained, and model.{field} adds"
+                    " some to be trained; leave one of the two out"
+                )
         if self.base is not None and self.path is None:
             raise InputError(f"model.base={self.base!r}: give the adapters' folder as model.path")
         if self.encoder_layers is not None and (self.path is None or self.memory is not None):
@@ -103,6 +114,7 @@ class Settings(TypedDict, total=False):
     position: str | None
     dtype: str | None
     param_dtype: str | None
+    weights: WeightStorage | None
     remat: str
     context_parallel: str
     context_group: int | None
@@ -138,6 +150,8 @@ def model_config(section: ModelSection, config: ModelConfig) -> ModelConfig:
         changes["position"] = section.position
     if section.param_dtype is not None:
         changes["param_dtype"] = section.param_dtype
+    if section.weights is not None:
+        changes["weights"] = section.weights
     on_cpu = jax.default_backend() == "cpu"
     changes["dtype"] = section.dtype or ("float32" if on_cpu else "bfloat16")
     if section.memory is not None:
@@ -243,6 +257,7 @@ def build(
             base=section.base,
             mesh=mesh,
             param_dtype=section.param_dtype,
+            weights=section.weights,
             host=host and section.memory is section.encoder_layers is section.layers is None,
             # Memories and encoders are initialised from stacked layers.
             scan_layers=scan_layers or not (section.memory is section.encoder_layers is None),

@@ -46,6 +46,7 @@ from lcjax.files import (
 from lcjax.memory.cepe import encoder_to_hf
 from lcjax.models.lora import LoRA, merge
 from lcjax.models.model_config import ModelConfig
+from lcjax.models.weight_storage import WeightStorage, dequantise_kernel
 from lcjax.parallel import distributed
 from lcjax.parallel.device_memory import is_offloaded, to_device
 from lcjax.storage import URLPath, to_path
@@ -66,6 +67,7 @@ HF_FOLDER = FolderFormat(
 _SHARD_BYTES = 5_000_000_000
 _MARGIN = 2**24  # bytes beside the weights: tokenizer, configs, headers
 _Row = tuple[str, hf_names.Entry, int | None]  # a tensor, and its layer if it has one
+KernelReader = Callable[[hf_names.Entry, int | None], jax.Array]  # of a leaf's layer, if stacked
 
 
 def config_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
@@ -96,6 +98,7 @@ def save_hf(
     tokenizer: Tokenizer | None = None,
     *,
     dtype: str | None = None,
+    kernels: KernelReader | None = None,
     max_shard_bytes: int = _SHARD_BYTES,
     overwrite: bool = False,
     checksums: bool = False,
@@ -109,6 +112,8 @@ def save_hf(
       config: the config of the model.
       tokenizer: the tokenizer to save; None: no tokenizer is written.
       dtype: dtype of the stored weights; None: the config's `param_dtype`.
+      kernels: reads the floats of kernels that `params` have as codes (`model.weights`), from
+        `load.kernel_reader`; None: codes are dequantised.
       max_shard_bytes: size above which the weights are split into several files.
       overwrite: whether to replace a folder that this function wrote; a folder with any other file
         is never replaced.
@@ -130,7 +135,8 @@ def save_hf(
         hf |= token_ids(tokenizer)
     weights = WeightStream(
         params, hf_names.entries(config), dtype, lora=config.lora,
-        is_fused=hf_names.is_fused(config), progress=progress,
+        is_fused=hf_names.is_fused(config), storage=config.weights, kernels=kernels,
+        progress=progress,
     )  # fmt: skip
     if not distributed.is_main_process():
         weights.gather()
@@ -183,6 +189,8 @@ class WeightStream:
         *,
         lora: LoRA | None,
         is_fused: bool = False,
+        storage: WeightStorage | None = None,
+        kernels: KernelReader | None = None,
         progress: Callable[[int], Any] | None = None,
     ):
         """Plans the tensors; reads nothing yet.
@@ -193,6 +201,8 @@ class WeightStream:
           dtype: dtype of the stored weights.
           lora: settings of the adapters in `params`, which are merged; None: there are none.
           is_fused: whether some matrices are written together (`hf_names.FUSED`).
+          storage: how `params` store kernels; None: as floats.
+          kernels: as in `save_hf`.
           progress: as in `save_hf`.
         """
         fused_name = hf_names.fused_name if is_fused else lambda name: None
@@ -208,21 +218,24 @@ class WeightStream:
             shape = count, *entries[0].tensor_shape[1:]
             self._tensors |= dict.fromkeys(names, TensorInfo(shape, entries[0].dtype(dtype)))
             groups.append((names, rows))
-        self._arrays = self._read(params, lora, groups, progress)
+        leaf = functools.partial(_leaf, params, lora, storage, kernels, DTYPES[dtype])
+        self._arrays = self._read(leaf, groups, progress)
         self.nbytes = sum(map(nbytes, self._tensors.values()))
 
     def _read(
         self,
-        params: dict,
-        lora: LoRA | None,
+        read: KernelReader,
         groups: list[tuple[list[str], list[_Row]]],
         progress: Callable[[int], Any] | None,
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields the tensors; those of a group are the rows of its entries, in equal parts."""
+        """Yields the tensors; those of a group are the rows of its entries, in equal parts.
+
+        `read` reads one layer of a leaf.
+        """
         for names, rows in groups:
             parts, dtype = [], DTYPES[self._tensors[names[0]].dtype]
             for _, entry, layer in rows:
-                leaf = distributed.gather(_leaf(params, lora, entry, layer))
+                leaf = distributed.gather(read(entry, layer))
                 with np.errstate(over="ignore"):  # `_check_finite` raises
                     tensor = np.ascontiguousarray(entry.to_tensor(leaf), dtype)
                 _check_finite(names[0], tensor, leaf)
@@ -321,8 +334,20 @@ def check_space(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _leaf(params: dict, lora: LoRA | None, entry: hf_names.Entry, layer: int | None) -> jax.Array:
-    """Returns one layer of a leaf, with its adapter merged in."""
+def _leaf(
+    params: dict,
+    lora: LoRA | None,
+    storage: WeightStorage | None,
+    kernels: KernelReader | None,
+    dtype: np.dtype,
+    entry: hf_names.Entry,
+    layer: int | None,
+) -> jax.Array:
+    """Returns one layer of a leaf, with its adapter merged in.
+
+    A stored kernel is read by `kernels`, or dequantised to float32 if an adapter is added, else to
+    `dtype`.
+    """
     path, stacked = entry.path, "layers" in params or not entry.path.startswith("layers/")
     if layer is not None and not stacked:
         path = path.replace("layers/", f"layers_{layer}/", 1)
@@ -331,7 +356,15 @@ def _leaf(params: dict, lora: LoRA | None, entry: hf_names.Entry, layer: int | N
         siblings = lookup(params, parent)
         module = {k: v for k, v in siblings.items() if k == last or k.startswith("lora_")}
         if layer is not None and stacked:
-            module = {k: _row(v, layer) for k, v in module.items()}
+            module = jax.tree.map(lambda x: _row(x, layer), module)
+        if storage is not None and isinstance(module[last], dict):
+            if kernels is not None:
+                module[last] = kernels(entry, layer)
+            else:
+                wide = np.float32 if "lora_a" in module else dtype
+                path = path.replace("layers/", "layers_0/", 1)  # a layer by itself
+                arrays = to_device(module[last])
+                module[last] = dequantise_kernel(storage, path, arrays, entry.layer_shape, wide)
         module = to_device(module)
         leaf = module[last]
     except (KeyError, TypeError) as error:  # TypeError: an array in place of a subtree

@@ -22,7 +22,7 @@ from lcjax.checkpoints.adapters import (
 from lcjax.checkpoints.gguf_file import GGUFFile
 from lcjax.checkpoints.hf_config import WRAPPERS, decoder_from_hf, stated_dtype, text_model
 from lcjax.checkpoints.hf_files import check_folder_sums, check_types, read_hf_json
-from lcjax.checkpoints.hf_names import entries
+from lcjax.checkpoints.hf_names import Entry, entries
 from lcjax.checkpoints.hub import find_checkpoint, is_run
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights, read_header
 from lcjax.checkpoints.tokenizer import Tokenizer, check_vocabulary
@@ -32,6 +32,8 @@ from lcjax.checkpoints.weights import (
     DTYPES,
     WeightSource,
     as_stored,
+    layers_of,
+    read_kernel,
     read_params,
     resolve_names,
     stored_dtype,
@@ -43,6 +45,7 @@ from lcjax.files import FolderSums
 from lcjax.memory import Memory
 from lcjax.models.layer_groups import arrange_layers
 from lcjax.models.model_config import ModelConfig
+from lcjax.models.weight_storage import WeightStorage, quantise_params
 from lcjax.parallel.sharding import device_mesh
 from lcjax.rope import Rope, from_hf
 from lcjax.storage import read_range
@@ -66,6 +69,7 @@ def load(
     context: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
     param_dtype: str | None = None,
+    weights: WeightStorage | None = None,
     host: bool = False,
     scan_layers: bool = True,
     allow_pickle: bool = False,
@@ -88,6 +92,8 @@ def load(
         default device.
       param_dtype: dtype of the parameters; None: the dtype that config.json names, else the dtype
         of the stored matrices (float32 if they differ or are quantised).
+      weights: codes in which the matrices of layers are stored, each of which is quantised after it
+        is read; None: floats.
       host: whether parameters are placed in the memory of the mesh's hosts, as
         `lcjax.parallel.device_memory.host_shardings` chooses. Run folders ignore it.
       scan_layers: whether layers of equal structure are stacked, as training scans them; False:
@@ -109,10 +115,12 @@ def load(
         _refuse(path, "a run folder", base=base, context=context)
         from lcjax.checkpoints.run_folder import load_run
 
-        loaded = load_run(*run, mesh=mesh, param_dtype=param_dtype)
+        params, config, tokenizer = load_run(*run, mesh=mesh, param_dtype=param_dtype)
+        if weights is not None:
+            config = config.replace(weights=weights)
+            params = quantise_params(params, weights, mesh)
         if scan_layers:
-            return loaded
-        params, config, tokenizer = loaded
+            return params, config, tokenizer
         config = config.replace(scan_layers=False)
         return arrange_layers(params, config), config, tokenizer
     if path.is_dir() and is_adapter_folder(path):
@@ -125,9 +133,44 @@ def load(
         config = config.replace(scan_layers=False)
     if param_dtype is not None:
         config = config.replace(param_dtype=param_dtype)
+    if weights is not None:
+        config = config.replace(weights=weights)
     check_vocabulary(tokenizer, config.vocab_size, str(path))
     params = read_params(source, config, mesh=mesh, host=host, progress=progress)
     return params, config, tokenizer
+
+
+def kernel_reader(
+    path_or_name: str | Path,
+    *,
+    base: str | Path | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    param_dtype: str | None = None,
+) -> Callable[[Entry, int | None], jax.Array] | None:
+    """Returns a function that reads kernels of a checkpoint one by one.
+
+    It maps an entry of `lcjax.checkpoints.hf_names`, and the layer if the entry is stacked, to the
+    kernel. None for a run folder, whose kernels are not stored as such.
+
+    Args:
+      path_or_name: the checkpoint.
+      base, mesh, param_dtype: as in `load`.
+    """
+    path = find_checkpoint(path_or_name)
+    if _run_of(path) is not None:
+        return None
+    if path.is_dir() and is_adapter_folder(path):
+        source, config, _ = _open_adapters(path, base, None, False)
+    else:
+        source, config, _ = _open(path, False)
+    source = resolve_names(source, entries(config))
+    param_dtype = param_dtype or config.param_dtype
+
+    def read(entry: Entry, layer: int | None) -> jax.Array:
+        one = entry if layer is None else layers_of(entry)[layer]
+        return read_kernel(source, one, DTYPES[one.dtype(param_dtype)], mesh)
+
+    return read
 
 
 def _run_of(path: Path) -> tuple[Path, int | None] | None:

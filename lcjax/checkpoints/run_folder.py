@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from lcjax import config as config_lib
-from lcjax.checkpoints.hub import trains_retriever
+from lcjax.checkpoints.hub import find_checkpoint, is_run, trains_retriever
 from lcjax.checkpoints.orbax_io import load_state
 from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.errors import InputError
@@ -23,10 +23,11 @@ from lcjax.memory import MemorySection
 from lcjax.models import lora
 from lcjax.models.decoder import abstract_params
 from lcjax.models.model_config import ModelConfig
+from lcjax.models.weight_storage import dequantise_params, quantise_params
 from lcjax.parallel.digest import weights_digest
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.storage import StorageError, to_path
-from lcjax.tree import split, union
+from lcjax.tree import flatten, split, union
 
 MODEL_CONFIG, BASE = "model.yaml", "base.json"
 
@@ -102,7 +103,8 @@ def load_run(
     The parameters are the running average of the weights if the run computed one. Adapters are
     merged, so the config has none. Frozen parameters are read again from the base model and must be
     unchanged. Adapters are added in float32 and the result is rounded once, to `param_dtype`; None:
-    the dtype of the base model.
+    the dtype of the base model. Of a run with `model.weights`, adapters are added to the weights
+    that its codes were made from, as in its export.
     """
     from lcjax.checkpoints.load import load_tokenizer
 
@@ -115,7 +117,7 @@ def load_run(
     params = load_state(folder, {kind: _abstract_wide(trained)}, step=step)[kind]
     if rest:
         params = union(params, _frozen(folder, base, config, mesh))
-    config = config.replace(param_dtype=param_dtype or config.param_dtype)
+    config = config.replace(param_dtype=param_dtype or config.param_dtype, weights=None)
     if config.lora is not None:
         params = lora.merge(params, config.lora, dtype=config.param_dtype)
         config = config.replace(lora=None)
@@ -145,10 +147,23 @@ def _frozen(folder: Path, base: BaseModel, config: ModelConfig, mesh: jax.shardi
     params = None
     if base.path is not None:
         params, _, _ = load(base.path, base=base.base, mesh=mesh, param_dtype=base.param_dtype)
-    params = init_params(section, config.replace(lora=None), params, mesh)
+    storage, config = config.weights, config.replace(lora=None, weights=None)
+    params = init_params(section, config, params, mesh)
     frozen = split(params, set(base.trained).__contains__)[1]
-    check_frozen(folder, dataclasses.replace(base, frozen=weights_digest(frozen)))
+    stored = frozen if storage is None else quantise_params(dict(frozen), storage, mesh)
+    check_frozen(folder, dataclasses.replace(base, frozen=weights_digest(stored)))
+    if storage is not None and not has_kernels(base.path):
+        return dequantise_params(stored, storage, flatten(abstract_params(config, mesh)))
     return frozen
+
+
+def has_kernels(path: str | None) -> bool:
+    """Returns whether adapters on codes can be merged into the floats that the codes stand for.
+
+    They can if each kernel can be read from `path` by itself: from a checkpoint, but not from a run
+    folder or random weights (None).
+    """
+    return path is not None and not is_run(find_checkpoint(path))
 
 
 def _round(params: dict, dtype: str) -> None:

@@ -6,6 +6,7 @@ read, and besides the model itself, the host never holds more than one shard of 
 """
 
 import dataclasses
+import functools
 import json
 import re
 import warnings
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from lcjax.checkpoints import hf_names
 from lcjax.errors import InputError
 from lcjax.models.model_config import ModelConfig
+from lcjax.models.weight_storage import WeightStorage, is_stored, kernel_shapes, quantise_kernel
 from lcjax.parallel.device_memory import check_fits, host_shardings
 from lcjax.parallel.sharding import param_shardings
 from lcjax.tree import lookup, nest
@@ -402,7 +405,8 @@ def read_params(
     source = resolve_names(source, table)
     check_tensors(source, table, is_tied=config.tie_embeddings)
     leaves = table if config.stacked else _unstacked(table)
-    return read_leaves(source, leaves, config.param_dtype, mesh=mesh, host=host, progress=progress)
+    options = {"storage": config.weights, "mesh": mesh, "host": host, "progress": progress}
+    return read_leaves(source, leaves, config.param_dtype, **options)
 
 
 def read_leaves(
@@ -410,39 +414,125 @@ def read_leaves(
     table: Sequence[hf_names.Entry],
     param_dtype: str,
     *,
+    storage: WeightStorage | None = None,
     mesh: jax.sharding.Mesh | None = None,
     host: bool = False,
     progress: Callable[[int], Any] | None = None,
 ) -> dict:
     """Returns the tree of the leaves in `table`, whose tensors `check_tensors` has checked.
 
-    The options and errors are those of `read_params`.
+    With a `storage`, matrices of layers are read and quantised one by one, so memory holds their
+    codes and one matrix. The other options and the errors are those of `read_params`.
     """
     dtypes = {entry.path: DTYPES[entry.dtype(param_dtype)] for entry in table}
-    shapes = nest({e.path: jax.ShapeDtypeStruct(e.shape, dtypes[e.path]) for e in table})
+    quantised = {e.path for e in table if storage is not None and is_stored(e.path)}
+    shapes = nest({
+        e.path: kernel_shapes(storage, e.path, e.shape)
+        if e.path in quantised
+        else jax.ShapeDtypeStruct(e.shape, dtypes[e.path])
+        for e in table
+    })  # fmt: skip
     if mesh is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: device, shapes)
     else:
         shardings = param_shardings(mesh, shapes)
+    on_device = shardings
     if host:
         shardings = host_shardings(shapes, shardings)
     check_fits(
         jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings),
-        f"{source.path}: its weights in {param_dtype}",
-        "read them as bfloat16 (param_dtype), spread them over more devices (mesh), or take a"
-        " smaller model",
+        f"{source.path}: its weights in {param_dtype if storage is None else storage.name}",
+        "read them as bfloat16 (param_dtype) or as codes (model.weights), spread them over more"
+        " devices (mesh), or take a smaller model",
     )
     leaves = {}
     for entry in table:
-        leaves[entry.path] = jax.make_array_from_callback(
-            entry.shape,
-            lookup(shardings, entry.path),
-            lambda index, entry=entry: _read_block(source, entry, index, dtypes[entry.path]),
-        )
+        if entry.path in quantised:
+            where = lookup(on_device, entry.path)
+            arrays = _read_codes(source, entry, dtypes[entry.path], storage, where, mesh)
+            leaves[entry.path] = jax.device_put(arrays, lookup(shardings, entry.path))
+        else:
+            leaves[entry.path] = jax.make_array_from_callback(
+                entry.shape,
+                lookup(shardings, entry.path),
+                lambda index, entry=entry: _read_block(source, entry, index, dtypes[entry.path]),
+            )
         if progress:
-            progress(leaves[entry.path].nbytes)
+            progress(sum(leaf.nbytes for leaf in jax.tree.leaves(leaves[entry.path])))
     return nest(leaves)
+
+
+def _read_codes(
+    source: WeightSource,
+    entry: hf_names.Entry,
+    dtype: np.dtype,
+    storage: WeightStorage,
+    shardings: dict[str, jax.sharding.Sharding],
+    mesh: jax.sharding.Mesh | None,
+) -> dict[str, jax.Array]:
+    """Returns the arrays of a kernel; each layer is read, quantised and freed before the next."""
+    stacks: dict[str, jax.Array] = {}
+    layers = layers_of(entry) if entry.stacked else [entry]
+    for layer, one in enumerate(layers):
+        kernel = read_kernel(source, one, dtype, mesh)
+        arrays = quantise_kernel(storage, one.path, kernel, mesh)
+        del kernel
+        if not entry.stacked:
+            return arrays
+        if not stacks:
+            stacks = _empty_stacks(arrays, len(entry.names), shardings)
+        # Waiting keeps two matrices from being on the device at a time.
+        stacks = jax.block_until_ready(_put_layer(stacks, arrays, layer))
+    return stacks
+
+
+def layers_of(entry: hf_names.Entry) -> list[hf_names.Entry]:
+    """Returns the entries of the layers of a stacked leaf, each with a path of its own."""
+    layers = enumerate(zip(entry.names, entry.aliases, strict=True))
+    return [
+        dataclasses.replace(
+            entry,
+            path=entry.path.replace("layers/", f"layers_{layer}/", 1),
+            names=(name,),
+            stacked=False,
+            aliases=(others,),
+        )
+        for layer, (name, others) in layers
+    ]
+
+
+def read_kernel(
+    source: WeightSource,
+    entry: hf_names.Entry,
+    dtype: np.dtype,
+    mesh: jax.sharding.Mesh | None = None,
+) -> jax.Array:
+    """Returns the leaf of an entry that is not stacked; on a mesh, each shard is read by itself."""
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shape = jax.ShapeDtypeStruct(entry.layer_shape, dtype)
+    where = device if mesh is None else param_shardings(mesh, nest({entry.path: shape}))
+    return jax.make_array_from_callback(
+        entry.layer_shape,
+        where if mesh is None else lookup(where, entry.path),
+        lambda index: _read_block(source, entry, index, dtype),
+    )
+
+
+def _empty_stacks(
+    arrays: dict[str, jax.Array], layers: int, shardings: dict[str, jax.sharding.Sharding]
+) -> dict[str, jax.Array]:
+    shapes = {name: ((layers, *x.shape), x.dtype) for name, x in arrays.items()}
+    return jax.jit(
+        lambda: {name: jnp.zeros(*shape) for name, shape in shapes.items()}, out_shardings=shardings
+    )()
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put_layer(
+    stacks: dict[str, jax.Array], arrays: dict[str, jax.Array], layer: int
+) -> dict[str, jax.Array]:
+    return jax.tree.map(lambda stack, x: stack.at[layer].set(x), stacks, arrays)
 
 
 def _unstacked(table: Sequence[hf_names.Entry]) -> list[hf_names.Entry]:
@@ -450,18 +540,7 @@ def _unstacked(table: Sequence[hf_names.Entry]) -> list[hf_names.Entry]:
     leaves = [entry for entry in table if not entry.path.startswith("layers/")]
     for entry in table:
         if entry.path.startswith("layers/"):
-            _, _, path = entry.path.partition("/")
-            layers = enumerate(zip(entry.names, entry.aliases, strict=True))
-            leaves += [
-                dataclasses.replace(
-                    entry,
-                    path=f"layers_{i}/{path}",
-                    names=(name,),
-                    stacked=False,
-                    aliases=(others,),
-                )
-                for i, (name, others) in layers
-            ]
+            leaves += layers_of(entry)
     return leaves
 
 

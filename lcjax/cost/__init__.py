@@ -17,6 +17,7 @@ from lcjax.cost.resources import (
     estimate,
     generation_memory,
     parameter_shapes,
+    stored_weights,
     training_memory,
     visible_keys,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "parameter_shapes",
     "peak_bandwidth",
     "peak_flops",
+    "stored_weights",
     "training_memory",
     "visible_keys",
 ]

@@ -31,6 +31,7 @@ from lcjax.models import cache as cache_lib
 from lcjax.models.loss import cross_entropy
 from lcjax.models.remat import recomputes
 from lcjax.models.tiles import tile_bytes
+from lcjax.models.weight_storage import kernel_of, num_weights
 from lcjax.parallel.device_memory import LAYER, STACK, Offload, offloadable
 from lcjax.parallel.sharding import ROWS, Mesh, path_of, spec_of, spread_over
 from lcjax.tree import nest, split, union
@@ -93,12 +94,12 @@ def estimate(
     matmul, weight_gradients = 0.0, 0.0
     parameters = active_parameters = trained_parameters = nbytes = 0
     for path, leaf in shapes.items():
-        size = math.prod(leaf.shape)
+        size = num_weights(path, leaf.shape)
         parameters += size
         active_parameters += _active(config, path, size)
-        nbytes += size * leaf.dtype.itemsize
+        nbytes += math.prod(leaf.shape) * leaf.dtype.itemsize
         trained_parameters += size if trained(path) else 0
-        product = path.endswith(("/kernel", "/lora_a", "/lora_b")) or (
+        product = (kernel_of(path) or path).endswith(("/kernel", "/lora_a", "/lora_b")) or (
             # Reading a row of the table is no product; a tied head is one.
             path == "embed/embedding" and config.tie_embeddings
         )
@@ -448,9 +449,17 @@ def per_device(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, tuple
     counts, mesh = {}, Mesh(**sizes)
     for path, leaf in parameter_shapes(config).items():
         spec = spec_of(path, leaf.shape, mesh)
-        count = math.prod(leaf.shape) // math.prod(sizes[axis] for axis in spread_over(spec))
-        counts[path] = count, count * leaf.dtype.itemsize
+        devices = math.prod(sizes[axis] for axis in spread_over(spec))
+        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize // devices
+        counts[path] = num_weights(path, leaf.shape) // devices, nbytes
     return counts
+
+
+def stored_weights(config: ModelConfig) -> tuple[int, int]:
+    """Returns the number of weights that are stored as codes, and the bytes of these and scales."""
+    shapes = {path: x for path, x in parameter_shapes(config).items() if kernel_of(path)}
+    count = sum(num_weights(path, leaf.shape) for path, leaf in shapes.items())
+    return count, sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes.values())
 
 
 def _offloadable_bytes(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -537,7 +546,8 @@ def _backward_bytes(
                 layer, of_tile = layer - mlp, tile
         here = here + layer[0]
     gathered = 0
-    if sizes["fsdp"] * sizes["context"] * sizes["expert"] > 1:
+    # Stored matrices are dequantised for one layer at a time on a single device, too.
+    if sizes["fsdp"] * sizes["context"] * sizes["expert"] > 1 or config.weights is not None:
         split = {**sizes, "fsdp": 1, "context": 1}  # experts stay where they are
         whole, experts = (per_device(config, x) for x in (split | {"expert": 1}, split))
         weights = sum(

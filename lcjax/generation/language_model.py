@@ -6,7 +6,6 @@ print(lm.chat("What is a dog?"))
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -61,8 +60,10 @@ from lcjax.generation.shared_prefix import PrefixReader
 from lcjax.models import Decoder
 from lcjax.models.loss import token_nll
 from lcjax.models.memory import EncodedContext, Memory, check_memory
+from lcjax.models.weight_storage import num_weights
 from lcjax.parallel.sharding import Mesh, device_mesh, padding_rows
 from lcjax.rope import Rope
+from lcjax.tree import flatten
 
 
 class LanguageModel(InferenceModel, Scorer):
@@ -101,9 +102,11 @@ class LanguageModel(InferenceModel, Scorer):
 
     def __repr__(self) -> str:
         config = self.config
-        num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+        shapes = {path: leaf.shape for path, leaf in flatten(self.params).items()}
+        num_params = sum(num_weights(path, shape) for path, shape in shapes.items())
+        storage = config.param_dtype if config.weights is None else config.weights.name
         parts = [
-            f"{num_params / 1e6:.3g}M parameters in {config.param_dtype}",
+            f"{num_params / 1e6:.3g}M parameters in {storage}",
             f"{config.num_layers} layers, trained length {config.max_length}",
             f"position={config.position}",
         ]

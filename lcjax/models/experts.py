@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from lcjax.errors import InputError, Interval, PositiveInt, Range, check_fields
 from lcjax.models.tiles import over_tiles, tile_size
+from lcjax.models.weight_storage import WeightStorage
 from lcjax.parallel.sharding import spec_of, spread_over, tokens_spec
 
 _FEW_ROWS = 16  # minimum rows of a block, unless there are fewer rows than experts
@@ -99,11 +100,11 @@ def balance_loss(load: Load) -> Float[Array, ""]:
 
 
 class Kernels(NamedTuple):
-    """The weights of experts, in any dtype."""
+    """The weights of experts, in any dtype, or dicts of arrays (`lcjax.models.weight_storage`)."""
 
-    gate: Float[Array, "E D F"]
-    up: Float[Array, "E D F"]
-    down: Float[Array, "E F D"]
+    gate: Float[Array, "E D F"] | dict[str, jax.Array]
+    up: Float[Array, "E D F"] | dict[str, jax.Array]
+    down: Float[Array, "E F D"] | dict[str, jax.Array]
 
 
 def mixture(
@@ -114,6 +115,7 @@ def mixture(
     *,
     experts: Experts,
     activate: Callable[[jax.Array], jax.Array],
+    storage: WeightStorage | None = None,
     mesh: jax.sharding.Mesh | None = None,
     by_tiles: bool = False,
 ) -> tuple[Float[Array, "B T D"], Load | None]:
@@ -130,6 +132,7 @@ def mixture(
       counted: 1 for tokens that count in the load, 0 for others; None: no load is returned.
       experts: how tokens are routed.
       activate: the activation of the gate.
+      storage: how the weights of the experts are stored; None: as floats.
       mesh: the devices that share tokens and weights; None: one device.
       by_tiles: whether experts compute one tile of tokens after the other (`lcjax.models.tiles`).
 
@@ -139,10 +142,11 @@ def mixture(
 
     def apply(x, weights, chosen, kernels, *, traced_count=False):
         def of_tile(kernels, arrays):
-            return apply_experts(*arrays, kernels, activate, traced_count=traced_count)
+            options = {"storage": storage, "traced_count": traced_count}
+            return apply_experts(*arrays, kernels, activate, **options)
 
         count = chosen.shape[0]
-        num_bytes = _bytes_per_token(x, chosen, kernels)
+        num_bytes = _bytes_per_token(x, chosen, _codes(kernels.gate, storage))
         tile = tile_size(count, num_bytes, mesh) if by_tiles else count
         return over_tiles(of_tile, kernels, (x, weights, chosen), tile)
 
@@ -164,14 +168,21 @@ def mixture(
     if mesh is None or mesh.size == 1:
         return compute(x, router, kernels, counted)
     tokens = tokens_spec(mesh, *x.shape[:2])
+    if storage is not None:
+        kernels = Kernels(*(jax.vmap(storage.with_scales)(arrays) for arrays in kernels))
     specs = Kernels(
         *(
-            spec_of(f"experts/{name}/kernel", kernel.shape, mesh)
+            jax.tree_util.tree_map_with_path(
+                lambda keys, array, path=f"experts/{name}/kernel": spec_of(
+                    "/".join((path, *(key.key for key in keys))), array.shape, mesh
+                ),
+                kernel,
+            )
             for name, kernel in kernels._asdict().items()
         )
     )
     return jax.shard_map(
-        functools.partial(compute, layout=_ExpertLayout(spread_over(tokens), specs)),
+        functools.partial(compute, layout=_ExpertLayout(spread_over(tokens), specs, storage)),
         mesh=mesh,
         in_specs=(tokens, PartitionSpec(), specs, tokens),
         out_specs=(tokens, PartitionSpec()),
@@ -179,9 +190,14 @@ def mixture(
     )(x, router, kernels, counted)
 
 
-def _bytes_per_token(x: jax.Array, chosen: jax.Array, kernels: Kernels) -> int:
+def _codes(kernel: Any, storage: WeightStorage | None) -> Any:
+    """Returns the array of a kernel with an expert on its first axis and outputs on its last."""
+    return kernel if storage is None else kernel[storage.codes]
+
+
+def _bytes_per_token(x: jax.Array, chosen: jax.Array, gate: jax.Array) -> int:
     """Returns the bytes of the rows that one token has in `apply_experts`, and of gradients."""
-    width, hidden = x.shape[-1], kernels.gate.shape[-1]
+    width, hidden = x.shape[-1], gate.shape[-1]
     return 2 * chosen.shape[1] * (3 * hidden + 2 * width) * x.dtype.itemsize
 
 
@@ -190,21 +206,21 @@ class _ExpertLayout(NamedTuple):
 
     token_axes: tuple[str, ...]  # mesh axes over which tokens are sharded
     specs: Kernels  # the partition spec of each weight
+    storage: WeightStorage | None  # of the weights
 
     def apply(self, x, weights, chosen, kernels, apply):
         """Applies the experts, by `apply`, to each device's tokens, inside a `shard_map`."""
-        split, _, over_width = self.specs.gate
-        kernels = Kernels(
-            _whole(kernels.gate, 1, self.specs.gate, x.dtype),
-            _whole(kernels.up, 1, self.specs.up, x.dtype),
-            _whole(kernels.down, 2, self.specs.down, x.dtype),
-        )
+        split, *_, over_width = _codes(self.specs.gate, self.storage)
+        if self.storage is None:
+            kernels = Kernels(*(kernel.astype(x.dtype) for kernel in kernels))
+        kernels = jax.tree.map(_whole, kernels, self.specs)
         inputs, exchanges = (x, weights, chosen), split in self.token_axes
         if exchanges:
             inputs = lax.all_gather(inputs, split, tiled=True)
         x, weights, chosen = inputs
         if split:
-            chosen = chosen - lax.axis_index(split) * kernels.gate.shape[0]
+            count = _codes(kernels.gate, self.storage).shape[0]
+            chosen = chosen - lax.axis_index(split) * count
         y = apply(x, weights, chosen, kernels, traced_count=split is not None)
         if exchanges:
             y = lax.psum_scatter(y, split, tiled=True)
@@ -213,13 +229,16 @@ class _ExpertLayout(NamedTuple):
         return lax.psum(y, over_width) if over_width else y
 
 
-def _whole(kernel: jax.Array, axis: int, spec: PartitionSpec, dtype: jnp.dtype) -> jax.Array:
-    """All-gathers the `axis` of a kernel that is sharded over `fsdp`, in the compute dtype.
+def _whole(kernel: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """All-gathers a kernel, or an array of its codes, along the axis that is sharded over `fsdp`.
 
     The gradient of the all-gather is a reduce-scatter.
     """
-    axes = spread_over(PartitionSpec(spec[axis]))
-    return lax.all_gather(kernel.astype(dtype), axes, axis=axis, tiled=True) if axes else kernel
+    for axis, cut in enumerate(spec):
+        axes = spread_over(PartitionSpec(cut))
+        if "fsdp" in axes:
+            kernel = lax.all_gather(kernel, axes, axis=axis, tiled=True)
+    return kernel
 
 
 def apply_experts(
@@ -229,6 +248,7 @@ def apply_experts(
     kernels: Kernels,
     activate: Callable[[jax.Array], jax.Array],
     *,
+    storage: WeightStorage | None = None,
     traced_count: bool = False,
 ) -> Float[Array, "M D"]:
     """Returns the weighted float32 sum of the outputs of each token's chosen experts.
@@ -239,14 +259,16 @@ def apply_experts(
       chosen: indices of experts; indices outside 0 ... E - 1 contribute nothing.
       kernels: weights of E experts.
       activate: the activation of the gate.
+      storage: how the weights are stored; None: as floats.
       traced_count: whether many of `chosen` may be outside 0 ... E - 1, so that the number of
         blocks is counted at run time.
     """
-    count = kernels.gate.shape[0]
+    count = _codes(kernels.gate, storage).shape[0]
     groups = group_rows(chosen, count)
 
     def product(x, kernel):
-        y = grouped_matmul(x, kernel, groups.sizes, block=groups.block, traced_count=traced_count)
+        options = {"block": groups.block, "traced_count": traced_count, "storage": storage}
+        y = grouped_matmul(x, kernel, groups.sizes, **options)
         return checkpoint_name(y, "product")  # for remat=dots
 
     rows = _take_rows(x, groups.token, groups.places)
@@ -357,18 +379,26 @@ def _take_rows_backward(places, dy):
 _take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _grouped_matmul(x, w, sizes, block, traced_count):
-    return _products(x, w, sizes, block, traced_count)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _grouped_matmul(x, w, sizes, block, traced_count, storage):
+    return _products(x, _matrices(w, storage, x.dtype), sizes, block, traced_count)
+
+
+def _matrices(w: Any, storage: WeightStorage | None, dtype: jnp.dtype) -> jax.Array:
+    """Returns the matrices [E, I, O]; of stored ones, as floats of this dtype."""
+    if storage is None:
+        return w
+    return jax.vmap(lambda arrays: storage.dequantise(arrays, dtype))(w)
 
 
 def grouped_matmul(
     x: Float[Array, "R I"],
-    w: Float[Array, "E I O"],
+    w: Float[Array, "E I O"] | dict[str, jax.Array],
     sizes: Int[Array, "E"],
     *,
     block: int = 1,
     traced_count: bool = False,
+    storage: WeightStorage | None = None,
 ) -> Float[Array, "R O"]:
     """Multiplies each group of rows by the matrix of the group, as `jax.lax.ragged_dot` does.
 
@@ -384,16 +414,23 @@ def grouped_matmul(
       block: rows that are multiplied at a time; divides R.
       traced_count: whether the groups may be far smaller than R, so that blocks are counted at run
         time. A GPU then waits for the host after each block.
+      storage: how w is stored. Then it has no gradient, and the backward pass dequantises it again
+        (as `lcjax.models.layers.stored_matmul`); None: as floats.
     """
-    return _grouped_matmul(x, w, sizes, block, traced_count)
+    return _grouped_matmul(x, w, sizes, block, traced_count, storage)
 
 
-def _grouped_matmul_forward(x, w, sizes, block, traced_count):
-    return _products(x, w, sizes, block, traced_count), (x, w, sizes)
+def _grouped_matmul_forward(x, w, sizes, block, traced_count, storage):
+    y = _grouped_matmul(x, w, sizes, block, traced_count, storage)
+    return y, (x if storage is None else None, w, sizes)
 
 
-def _grouped_matmul_backward(block, traced_count, saved, dy):
+def _grouped_matmul_backward(block, traced_count, storage, saved, dy):
     x, w, sizes = saved
+    if storage is not None:
+        w, dy = lax.optimization_barrier((w, dy))
+        matrices = _matrices(w, storage, dy.dtype)
+        return _products(dy, matrices, sizes, block, traced_count, transpose=True), None, None
     dx = _products(dy, w, sizes, block, traced_count, transpose=True)
     return dx, _sums_of_products(x, dy, sizes, block, traced_count).astype(w.dtype), None
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.core import meta
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from lcjax.attention import AttentionMetadata, Disentangled, Pattern, TransformerXL
@@ -25,6 +25,7 @@ from lcjax.models.loss import Projection, has_few_rows, product_of_few_rows
 from lcjax.models.memory import EncodedContext
 from lcjax.models.model_config import ModelConfig
 from lcjax.models.tiles import over_local_tiles, tile_size, tokens_of_device
+from lcjax.models.weight_storage import StoredKernel
 from lcjax.parallel.device_memory import is_offloaded, to_device
 from lcjax.parallel.sharding import (
     ReduceScatter,
@@ -35,6 +36,7 @@ from lcjax.parallel.sharding import (
     tokens_spec,
 )
 from lcjax.rope import Rotation
+from lcjax.tree import flatten, nest
 from pallas_kernels import Bias, Layout
 
 DEBERTA_SPAN = 256  # buckets of each direction (DeBERTa V3)
@@ -129,28 +131,26 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         config, count = self.config, len(self.inputs)
+        batch_shape = x.shape[: x.ndim - count]
         spread = nn.initializers.normal(math.prod(self.inputs) ** -0.5)
 
         def weight(name, init, shape):
             value = self.param(name, init, shape, jnp.dtype(config.param_dtype))
             return value.astype(config.compute_dtype())
 
-        kernel = weight("kernel", spread, (*self.inputs, *self.outputs))
-        reduce = self._reduction(x, kernel)
-
-        def product(x, kernel):
-            return matmul(x, kernel, reduce)
-
-        if self.is_initializing():  # tracing a product takes longer than creating its weights
-            y = jnp.zeros((*x.shape[: x.ndim - count], *self.outputs), kernel.dtype)
-        elif has_few_rows(math.prod(x.shape[: x.ndim - count]), config.param_dtype):
-            one_device = self.mesh is None or self.mesh.size == 1
-            options = {"weights_dtype": config.param_dtype, "one_device": one_device}
-            y = _project(
-                x, kernel, count, functools.partial(product_of_few_rows, product, **options)
-            )
+        shape = (*self.inputs, *self.outputs)
+        if config.weights is None:
+            kernel = weight("kernel", spread, shape)
         else:
-            y = _project(x, kernel, count, product)
+            kernel = self.param("kernel", self._quantised(spread, shape))
+        if self.is_initializing():  # tracing a product takes longer than creating its weights
+            y = jnp.zeros((*batch_shape, *self.outputs), config.compute_dtype())
+        elif config.weights is not None:
+            flat = x.reshape(*batch_shape, -1)
+            y = stored_matmul(flat, kernel, self._stored(x, kernel))
+            y = checkpoint_name(y, "product").reshape(*batch_shape, *self.outputs)
+        else:
+            y = _project(x, kernel, count, self._product(x, kernel, math.prod(batch_shape)))
         if self.bias:
             y = y + weight("bias", nn.initializers.zeros, self.outputs)
         if config.lora is not None and self.name in config.lora.targets:
@@ -161,10 +161,45 @@ class Linear(nn.Module):
             y = y + multiply(update, config.lora.scale)
         return y
 
+    def _product(
+        self, x: jax.Array, kernel: jax.Array, rows: int
+    ) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """Returns the product of flattened x and the flattened kernel, for this number of rows."""
+        product, config = functools.partial(matmul, reduce=self._reduction(x, kernel)), self.config
+        if not has_few_rows(rows, config.param_dtype):
+            return product
+        one_device = self.mesh is None or self.mesh.size == 1
+        options = {"weights_dtype": config.param_dtype, "one_device": one_device}
+        return functools.partial(product_of_few_rows, product, **options)
+
+    def _quantised(
+        self, init: Callable[..., jax.Array], shape: tuple[int, ...]
+    ) -> Callable[[jax.Array], dict[str, jax.Array]]:
+        """Returns a function from a key to the arrays of an initial kernel."""
+        config = self.config
+
+        def quantised(key):
+            kernel = init(key, shape, jnp.dtype(config.param_dtype))
+            return config.weights.quantise(kernel, len(self.inputs))
+
+        return quantised
+
+    def _stored(self, x: jax.Array, arrays: dict[str, jax.Array]) -> StoredKernel:
+        """Returns how devices read the arrays of the kernel.
+
+        Axes that share the tokens of x exchange codes. XLA alone would exchange floats.
+        """
+        tokens = () if self.mesh is None else spread_over(tokens_spec(self.mesh, *x.shape[:2]))
+        shardings = {}
+        for name, array in arrays.items() if tokens else ():
+            spec = spec_of("/".join((*self.path, "kernel", name)), array.shape, self.mesh)
+            cuts = (spread_over(PartitionSpec(cut)) for cut in spec)
+            whole = PartitionSpec(*(tuple(a for a in cut if a not in tokens) for cut in cuts))
+            shardings[name] = NamedSharding(self.mesh, whole)
+        return StoredKernel(self.config.weights, tuple(shardings.items()))
+
     def _reduction(self, x: jax.Array, kernel: jax.Array) -> ReduceScatter | None:
         """Returns how devices sum the gradient of the flattened kernel; None: XLA decides."""
-        if self.is_initializing():
-            return None
         path = "/".join((*self.path, "kernel"))
         reduce = gradient_reduce_scatter(self.mesh, path, kernel.shape, *x.shape[:2])
         if reduce is None:
@@ -332,6 +367,9 @@ class Attention(Projections):
                 metadata = inputs.attention_metadata(partials, layout, c.attention_soft_cap)
                 if kind.reads_output:
                     kernel = self.out.variables["params"]["kernel"]
+                    if c.weights is not None:
+                        kernel = c.weights.dequantise(unbox_offloaded(kernel), c.compute_dtype())
+                        kernel = kernel.reshape(c.num_heads, c.head_dim, c.width)
                     norms = jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
                     metadata = metadata.replace(output_kernel=kernel, input_norms=norms)
                 y, cache = kind.attend(
@@ -412,11 +450,14 @@ class MLP(nn.Module):
 
     def _by_tiles(self, x: Float[Array, "B T D"], tile: int) -> Float[Array, "B T D"]:
         c, module = self.config, MLP(self.config, parent=None)
-        weights = unbox_offloaded(self.variables["params"])
-        weights = jax.tree.map(lambda weight: weight.astype(c.compute_dtype()), weights)
+        weights = {
+            # Codes and their scales stay as they are.
+            path: weight if "/kernel/" in path else weight.astype(c.compute_dtype())
+            for path, weight in flatten(unbox_offloaded(self.variables["params"])).items()
+        }
         return over_local_tiles(
             lambda weights, x: module.apply({"params": weights}, x),
-            *(weights, x),
+            *(nest(weights), x),
             path="/".join(self.path),
             tile=tile,
             mesh=self.mesh,
@@ -430,9 +471,14 @@ class Kernel(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self) -> Float[Array, "..."]:
+    def __call__(self) -> Float[Array, "..."] | dict[str, jax.Array]:
         spread = nn.initializers.normal(self.shape[-2] ** -0.5)
-        return self.param("kernel", spread, self.shape, jnp.dtype(self.config.param_dtype))
+        storage, dtype = self.config.weights, jnp.dtype(self.config.param_dtype)
+        if storage is None or len(self.shape) == 2:  # a router
+            return self.param("kernel", spread, self.shape, dtype)
+        return self.param(
+            "kernel", lambda key: jax.vmap(storage.quantise)(spread(key, self.shape, dtype))
+        )
 
 
 class ExpertKernels(nn.Module):
@@ -467,6 +513,7 @@ class SparseMLP(nn.Module):
             *(x, router, kernels, collect and collect.counted),
             experts=c.experts,
             activate=_ACTIVATIONS[c.activation],
+            storage=c.weights,
             mesh=None if self.is_initializing() else self.mesh,
             by_tiles=self.by_tiles,
         )
@@ -546,6 +593,35 @@ def _kernel_gradient(x, dy):
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def stored_matmul(
+    x: Float[Array, "... I"], arrays: dict[str, jax.Array], stored: StoredKernel
+) -> Float[Array, "... O"]:
+    """Multiplies x by a matrix that is stored as codes, and has no gradient.
+
+    The backward pass dequantises the matrix again, so residuals are the codes, which exist anyway.
+
+    Args:
+      x: the inputs.
+      arrays: those of the matrix (`lcjax.models.weight_storage`).
+      stored: how they are read.
+    """
+    return _dot_general(x, stored.matrix(arrays, x.dtype), x.ndim - 1, 0)
+
+
+def _stored_forward(x, arrays, stored):
+    return stored_matmul(x, arrays, stored), arrays
+
+
+def _stored_backward(stored, arrays, dy):
+    # Otherwise XLA could keep the matrix of the forward pass.
+    arrays, dy = lax.optimization_barrier((arrays, dy))
+    return _dot_general(dy, stored.matrix(arrays, dy.dtype), dy.ndim - 1, 1), None
+
+
+stored_matmul.defvjp(_stored_forward, _stored_backward)
 
 
 def _dot_general(x, y, axis_x: int, axis_y: int):

@@ -18,6 +18,7 @@ from lcjax.models.experts import Experts
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import Memory
 from lcjax.models.remat import Remat
+from lcjax.models.weight_storage import WeightStorage
 from lcjax.parallel.context import CHOICES, Heads, Strategy, strategy
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope import Default, Llama3, Rope, Rotation, Yarn
@@ -114,6 +115,7 @@ class ModelConfig:
     context_group: PositiveInt | None = None  # null: the neighbours that can share the heads
     memory: Memory | None = None  # encoder of a context outside the window, and its reader layers
     lora: LoRA | None = None
+    weights: WeightStorage | None = None  # codes in place of the matrices of layers; null: floats
     scan_layers: bool = True  # scan over equal layers, which are compiled once (see `stacked`)
 
     def __post_init__(self):
@@ -142,6 +144,8 @@ class ModelConfig:
             self._check_memory()
         if self.cache is not None:
             self._check_cache()
+        if self.weights is not None:
+            self._check_weights()
         if self.attention_soft_cap is not None and not (
             self.is_position_based and self.position == "rope"
         ):
@@ -219,6 +223,17 @@ class ModelConfig:
             )
         for pattern in self.patterns:
             self.cache.check(pattern)
+
+    def _check_weights(self) -> None:
+        """Raises an InputError if the matrices of this model cannot be stored as codes."""
+        check_instance("model.weights", self.weights, WeightStorage)
+        if self.memory is not None:
+            raise InputError(
+                "model.weights is not defined for models with model.memory, whose matrices are"
+                " trained; leave one of the two out"
+            )
+        heads = self.num_heads * self.head_dim
+        self.weights.check({"width": self.width, "heads": heads, "mlp_width": self.expert_width})
 
     @property
     def has_exact_cache(self) -> bool:

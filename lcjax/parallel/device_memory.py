@@ -39,7 +39,7 @@ TRAINING = (
     "train.offload=optimizer, then parameters",
     "mesh.fsdp over more devices, and mesh.context for long rows",
     "model.param_dtype=bfloat16",
-    "train.lora.rank=8 (adapters)",
+    "train.lora.rank=8 (adapters), and on them model.weights.type=nf4 (4 bits)",
     "a smaller data.length",
 )
 READING = (

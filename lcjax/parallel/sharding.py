@@ -53,6 +53,25 @@ _RULES = (
     (r"(gate|up)/lora_b", (None, "tensor")),
     (r"down/kernel", ("tensor", "fsdp")),
     (r"down/lora_a", ("tensor", None)),
+    # Codes of kernels (`lcjax.models.weight_storage`) have one axis of inputs, nf4 one of the codes
+    # of a block as well: blocks are whole on a device. Scales without a rule are small.
+    (r"(query|key|value)/kernel/nf4", ("fsdp", None, "tensor", None)),
+    (r"(query|key|value)/kernel/(absmax|int8)", ("fsdp", "tensor", None)),
+    (r"(query|key|value)/kernel/scale", ("tensor", None)),
+    (r"attention/out/kernel/nf4", ("tensor", None, "fsdp")),
+    (r"attention/out/kernel/(absmax|int8)", ("tensor", "fsdp")),
+    (r"experts/(gate|up)/kernel/nf4", ("expert", "fsdp", None, "tensor")),
+    (r"experts/(gate|up)/kernel/(absmax|int8)", ("expert", "fsdp", "tensor")),
+    (r"experts/(gate|up)/kernel/scale", ("expert", "tensor")),
+    (r"experts/down/kernel/nf4", ("expert", "tensor", None, "fsdp")),
+    (r"experts/down/kernel/(absmax|int8)", ("expert", "tensor", "fsdp")),
+    (r"experts/down/kernel/scale", ("expert", "fsdp")),
+    (r"(gate|up)/kernel/nf4", ("fsdp", None, "tensor")),
+    (r"(gate|up)/kernel/(absmax|int8)", ("fsdp", "tensor")),
+    (r"(gate|up)/kernel/scale", ("tensor",)),
+    (r"down/kernel/nf4", ("tensor", None, "fsdp")),
+    (r"down/kernel/(absmax|int8)", ("tensor", "fsdp")),
+    (r"(out|down)/kernel/scale", ("fsdp",)),
 )
 
 

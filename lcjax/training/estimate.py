@@ -61,7 +61,8 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     if model.evicts:
         held = cost.cache_bytes(model, length)
         print(f"  {'cache, cut':16} {held / 1e9:8.2f} GB (of a text after its cut, on all devices)")
-    print(*(f"  {line}\n" for line in replication_notes(model, mesh)), sep="", end="")
+    notes = [*storage_notes(model), *replication_notes(model, mesh)]
+    print(*(f"  {line}\n" for line in notes), sep="", end="")
     if mesh.shape["context"] > 1:
         groups = f" in groups of {plan.group}" if plan.group > 1 else ""
         print(f"context            {plan.method}{groups}: {plan.reason}")
@@ -108,7 +109,8 @@ def of_run(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> 
         ignore=config.run.ignore_memory,
     )
     notes = replication_notes(model, mesh)
-    return [f"memory, estimated: {estimated}", *notes, *([warning] if warning else [])]
+    lines = [f"memory, estimated: {estimated}", *storage_notes(model), *notes]
+    return [*lines, *([warning] if warning else [])]
 
 
 def _on_machine(
@@ -136,6 +138,8 @@ def _way_out(
         changes.append(f"lower data.length={config.data.length}")
     if train.lora is None:
         changes.append("train adapters (train.lora.rank=8)")
+    if train.lora is not None and model.weights is None:
+        changes.append("store frozen weights as codes (model.weights.type=nf4)")
     if model.param_dtype == "float32":
         changes.append("read frozen weights as bfloat16 (model.param_dtype)")
     if device.platform != "cpu":
@@ -189,6 +193,18 @@ def replication_notes(model: ModelConfig, mesh: Mesh | jax.sharding.Mesh) -> lis
         f"replicated, because the mesh ({sizes}) does not divide their sizes: {names}{remainder};"
         f" {sum(num_bytes.values()) / 1e6:,.1f} MB more of weights on each device, plus the"
         " gradients and moments of those that are trained"
+    ]
+
+
+def storage_notes(model: ModelConfig) -> list[str]:
+    """Returns a line about how weights are stored, or an empty list if all are floats."""
+    if model.weights is None:
+        return []
+    count, size = cost.stored_weights(model)
+    return [
+        f"weights: {count:,} in {model.weights.name}, {8 * size / count:.3f} bits each,"
+        f" {size / 1e9:.2f} GB with scales; embeddings, head, norms, biases and routers in"
+        f" {model.param_dtype}"
     ]
 
 

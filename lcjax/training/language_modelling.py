@@ -17,7 +17,8 @@ from lcjax.checkpoints.hf_config import trained_for
 from lcjax.checkpoints.hf_names import is_fused
 from lcjax.checkpoints.hf_save import HF_FOLDER, check_exportable
 from lcjax.checkpoints.landmark_token import with_landmark
-from lcjax.checkpoints.run_folder import MODEL_CONFIG, BaseModel
+from lcjax.checkpoints.load import kernel_reader
+from lcjax.checkpoints.run_folder import MODEL_CONFIG, BaseModel, has_kernels
 from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.data import Loader, check_outside_data, check_sources, make_loader, scan
 from lcjax.errors import InputError
@@ -187,6 +188,8 @@ class LanguageModelTask(Task):
             save_peft(folder / folder_lib.ADAPTER, trained, model, base=base, **options)
         params = union(trained, frozen)
         options["dtype"] = train.export_dtype
+        if self.model.weights is not None:
+            options["kernels"] = self._kernels()
         written = folder / folder_lib.MODEL
         save_hf(written, params, model, self.tokenizer, **options)
         if section.encoder_layers is None:
@@ -194,6 +197,17 @@ class LanguageModelTask(Task):
                 f"use it with LanguageModel.load({str(written)!r}), `python -m lcjax.serve --model"
                 f" {written}`, or `path: {written}` in a method of an evaluation"
             )
+
+    def _kernels(self) -> Callable | None:
+        """Returns what reads the floats of stored kernels; None: they are dequantised."""
+        section, name = self.config.model, self.model.weights.name
+        if has_kernels(section.path):
+            announce(f"adapters are merged into the weights of {section.path}, not into {name}")
+            options = {"base": section.base, "param_dtype": section.param_dtype}
+            return kernel_reader(section.path, mesh=self.mesh, **options)
+        source = section.path or f"model.preset={section.preset}"
+        announce(f"adapters are merged into dequantised {name}: {source} has no file of weights")
+        return None
 
     def training_flops(self) -> float:
         return estimate.flops(self.config, self.model).training_flops

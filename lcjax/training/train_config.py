@@ -32,6 +32,7 @@ from lcjax.errors import (
 )
 from lcjax.models.distill import Distill
 from lcjax.models.lora import LoRA
+from lcjax.models.weight_storage import kernel_of
 from lcjax.parallel.device_memory import TRAINING, Offload
 from lcjax.parallel.distributed import Distributed
 from lcjax.parallel.sharding import Mesh
@@ -98,9 +99,17 @@ def trainable(
     and checkpoints do not contain them.
 
     Raises:
-      InputError: if a rule matches none of the paths.
+      InputError: if a rule matches none of the paths, or one whose kernel is stored as codes.
     """
     paths, rules = list(paths), tuple(rules)
+    selects = matcher(rules, key)
+    for path in paths:
+        if (kernel := kernel_of(path)) is not None and (selects(kernel) or selects(path)):
+            raise InputError(
+                f"{key}={list(rules)} selects {kernel}, which model.weights stores as codes, and"
+                " codes cannot be trained; train adapters on them (--train.lora.rank=8, and the"
+                " rule lora), or leave model.weights out"
+            )
     for rule in rules:
         if not any(map(matcher((rule,), key), paths)):
             near = difflib.get_close_matches(rule, [*NAMED_RULES, *paths], n=3, cutoff=0.3)
