@@ -41,7 +41,7 @@ class _Rule(OneOf):
     def check(self, key: str, value: object, way_out: str = "") -> None:
         """Raises an InputError unless `value` is one of the words, or gives names a place."""
         if not isinstance(value, str) or "=" not in value:
-            if value not in self.known:
+            if not isinstance(value, str) or value not in self.known:
                 raise InputError(
                     f"{key}={value!r} must be one of {', '.join(self.known)}, or places of results:"
                     f" NAME=device or NAME=host of {', '.join(NAMES)}, such as input=host"
