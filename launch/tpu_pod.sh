@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One training on all machines of a Cloud TPU pod slice, started from your own machine:
+# One training on all machines of one or more Cloud TPU slices, started from your own machine:
 #
 #   TPU=my-pod ZONE=us-central2-b SHARED=10.0.0.2:/vol1 CONFIG=configs/longlora_7b_32k.yaml \
 #       launch/tpu_pod.sh
@@ -10,6 +10,11 @@
 #   SCRIPT       train.py (the default) or eval.py
 #   ARGUMENTS    more settings, such as "--train.lr=1e-4"
 #   RUN          the name of the run folder, "lcjax" by default
+#   SLICES       of a queued resource with several slices; TPU is then its name:
+#
+#   gcloud compute tpus queued-resources create my-slices --node-count=2 --zone=ZONE \
+#       --accelerator-type=v5p-128 --runtime-version=v2-alpha-tpuv5
+#   TPU=my-slices SLICES=2 ARGUMENTS="--mesh.data=2" ZONE=... SHARED=... CONFIG=... launch/tpu_pod.sh
 #
 # SHARED is an NFS volume (Filestore), which all machines mount as ~/shared: the run folder lies
 # there, because checkpoints need storage that all machines share. Data can lie there as well.
@@ -27,18 +32,23 @@ where=("--zone=$ZONE")
 if [ -n "${PROJECT:-}" ]; then
     where+=("--project=$PROJECT")
 fi
+what=tpu-vm
+if [ "${SLICES:-1}" -gt 1 ]; then
+    what=queued-resources
+    where+=("--node=all") # of all slices
+fi
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 everywhere() { # a command for the shells of all machines, started together
-    gcloud compute tpus tpu-vm ssh "$TPU" "${where[@]}" --worker=all --command="$1"
+    gcloud compute tpus "$what" ssh "$TPU" "${where[@]}" --worker=all --command="$1"
 }
 
 # The last commit of this checkout goes to every machine; what is not committed stays here.
 archive=$(mktemp -t lcjax.XXXXXX)
 trap 'rm -f "$archive"' EXIT
 git archive --format=tar HEAD -o "$archive"
-gcloud compute tpus tpu-vm scp "$archive" "$TPU:lcjax.tar" "${where[@]}" --worker=all
+gcloud compute tpus "$what" scp "$archive" "$TPU:lcjax.tar" "${where[@]}" --worker=all
 
 everywhere "
     set -eu
@@ -53,7 +63,7 @@ everywhere "
     venv/bin/pip install -q -e './lcjax[tpu]'
 "
 
-# JAX asks the machines of the slice who they are: nothing about them is said here. If this
+# JAX asks the machines which slice and process they are: nothing about them is said here. If this
 # connection breaks, the processes get a hang-up, which nohup keeps from them; stop a training with
 #   gcloud compute tpus tpu-vm ssh TPU --worker=0 --command='pkill -TERM -f train.py'
 # and all machines save the same step and end.

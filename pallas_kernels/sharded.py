@@ -407,8 +407,9 @@ def _ring_backward(arrays, operands: Operands, ring: _Ring):
         (sums, keys), _ = lax.scan(hop, (sums, keys), None, length=hops - 1)
     (dq, d_bias), travelling = add(sums, keys)
     # The cotangents of keys and values return to the device of those keys.
+    travelling = jax.tree.map(lambda x, like: x.astype(like.dtype), travelling, (k, v))
     dk, dv = _send(travelling, ring.layout, 1 - hops) if hops > 1 else travelling
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_bias
+    return dq.astype(q.dtype), dk, dv, d_bias
 
 
 _ring = dispatch.differentiable(_ring_forward, _ring_backward, name="attention")

@@ -1,8 +1,8 @@
 """`python -m lcjax.cost --config X --length 131072 --topology v5e:16x16`: memory, speed, hours.
 
 It estimates the training that a config describes; nothing is loaded or compiled. Its own options
-are `--topology`, `--length` (default: data.length) and `--mfu` (default: 0.4); all other keys are
-those of train.py.
+are `--topology` (`v5p:2x2x2*4`: four slices), `--length` (default: data.length) and `--mfu`
+(default: 0.4); all other keys are those of train.py.
 
 `python -m lcjax.cost --compiled --config X --length 8192 --topology v5e:2x2` compiles programs for
 these devices, which need not be present: prefill, a decoding step and a training step; with a cache
@@ -22,12 +22,12 @@ from lcjax import config as config_lib
 from lcjax.cost import hlo, roofline
 from lcjax.cost.chips import Topology, local_chip
 from lcjax.cost.compilers import devices
-from lcjax.cost.program import ProgramCost, program_cost
+from lcjax.cost.program import ProgramCost, Traffic, program_cost
 from lcjax.cost.resources import parameter_shapes
 from lcjax.errors import InputError, check_one_of
 from lcjax.generation import session
 from lcjax.models import ModelConfig
-from lcjax.parallel.sharding import AXES, make_mesh
+from lcjax.parallel.sharding import AXES, make_mesh, slices_along
 from lcjax.progress import compiling
 from lcjax.training import TrainConfig, batches, compile_only, estimate
 
@@ -99,7 +99,7 @@ def report(config: TrainConfig, topology: Topology | None, programs: Sequence[st
     for name in programs or _programs_of(model):
         lower, work, title = _program(name, config, model, mesh)
         with compiling(f"the {title}", num_params, mesh.size):
-            cost = program_cost(lower(), chip)
+            cost = program_cost(lower(), chip, mesh)
         columns[title] = column(cost, work)
         fits = fits and cost.fits
     sizes = " ".join(f"{axis}={mesh.shape[axis]}" for axis in AXES if mesh.shape[axis] > 1)
@@ -130,6 +130,7 @@ def _program(
         work = roofline.training_work(
             *(model, compile_only.step_flops(config, model), estimated, mesh),
             accumulation=config.train.accumulation,
+            received=estimate.received_from_slices(config, model, mesh.shape, slices_along(mesh)),
         )
         return lambda: compile_only.lower(config, model, mesh), work, "training step"
     batches.check_rows(config, dict(mesh.shape))
@@ -171,6 +172,11 @@ def column(cost: ProgramCost, work: roofline.Work) -> Columns:
             "copies of the cache": f"{copies.count:,} ({copies.bytes / 1e9:,.3g} GB)",
             "cache through VMEM, GB": f"{copies.staged / 1e9:,.3g}",
         }
+    between, ms = cost.between, {}
+    if chip.link and cost.within:
+        ms["collectives, ms"] = f"{1e3 * cost.within / chip.links:,.3g}"
+    if between.count and chip.network:
+        ms["between slices, ms"] = f"{1e3 * between.bytes / chip.network:,.3g}"
     return cells | {
         "TFLOP, compiler": f"{cost.flops / 1e12:,.3g}",
         "GB, compiler": f"{cost.accessed / 1e9:,.3g}",
@@ -187,11 +193,16 @@ def column(cost: ProgramCost, work: roofline.Work) -> Columns:
         **cache,
         "float32 products": _counts(hlo.float32_products(module)),
         "collectives (overlapped)": ", ".join(
-            f"{kind} {x.count:,} ({x.overlapped:,}) {x.bytes / 1e9:,.3g} GB"
-            for kind, x in cost.traffic.items()
+            f"{kind} {_traffic(x)}" for kind, x in cost.traffic.items()
         )
         or "0",
+        **({"between slices (overlapped)": _traffic(between)} if between.count else {}),
+        **ms,
     }
+
+
+def _traffic(traffic: Traffic) -> str:
+    return f"{traffic.count:,} ({traffic.overlapped:,}) {traffic.bytes / 1e9:,.3g} GB"
 
 
 def _peak(cost: ProgramCost) -> str:

@@ -1,9 +1,18 @@
-"""Accelerators by name: memory and speed of one device, and the devices of a topology.
+"""Accelerators by name: memory, speed and links of one device, and the devices of a topology.
 
 Figures are the vendors'. TPUs: docs.cloud.google.com/tpu/docs, pages v4, v5e, v5p and v6e, tables
 of key specifications (v6e: 1,640 GB/s; older versions of the page have 1,600). GPUs: NVIDIA's data
 sheets of T4, L4, and A100, H100 and H200, each SXM; those of L4 and Hopper give bfloat16 with
-sparsity, of which half is dense. A program can use less than the memory of a chip: libtpu reserves
+sparsity, of which half is dense.
+
+Links: the TPU pages give the bandwidth of a chip's links (ICI), both directions of all of them
+together, and of the data-center network (DCN), of a chip or of a pod. The network of v4 is that of
+the JAX scaling book (jax-ml.github.io/scaling-book/tpus, 25 GB/s a host of four chips), and its
+links follow from the all-reduce bandwidth of a pod, 1.1 PB/s. GPUs: NVLink, or PCIe for T4 and L4,
+from the same data sheets, which count both directions; the network is that of NVIDIA's DGX A100 and
+DGX H100, a network card of 200 or 400 Gbit/s for each GPU. Measured bandwidths are lower.
+
+A program can use less than the memory of a chip: libtpu reserves
 a part, and so do a GPU's context and allocator.
 """
 
@@ -34,6 +43,15 @@ class Chip:
     bandwidth: float  # of memory, bytes/s
     dimensions: int = 0  # of a TPU's torus; 0: a GPU
     clock: float = 0.0  # of a TPU, Hz; 0: unknown
+    # bytes/s that one link of a TPU's torus carries in one direction, or that a GPU sends to the
+    # GPUs of its NVLink domain; 0: unknown
+    link: float = 0.0
+    network: float = 0.0  # bytes/s that a device sends to other slices or domains; 0: unknown
+
+    @property
+    def links(self) -> float:
+        """bytes/s that a device sends within its slice over all its links."""
+        return self.link * max(1, 2 * self.dimensions)
 
 
 # T4 and L4 use a part of 16 and 24 GB for error correction: CUDA counts 15,110 MiB and about
@@ -46,17 +64,17 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 32 * GIB, 30.75 * GIB, 275e12, 1_228e9, 3, 1.05e9),
-        Chip("v5e", 16 * GIB, 15.75 * GIB, 197e12, 819e9, 2, 1.5e9),
-        Chip("v5p", 96 * GIB, 95.74 * GIB, 459e12, 2_765e9, 3, 1.75e9),
-        Chip("v6e", 32 * GIB, 31.25 * GIB, 918e12, 1_640e9, 2),
-        Chip("t4", 14.75 * GIB, 0.95 * 14.75 * GIB, 65e12, 320e9),
-        Chip("l4", 22 * GIB, 0.95 * 22 * GIB, 121e12, 300e9),
-        Chip("a100-40", 40 * GIB, 0.95 * 40 * GIB, 312e12, 1_555e9),
-        Chip("a100-80", 80 * GIB, 0.95 * 80 * GIB, 312e12, 2_039e9),
-        Chip("h100", 80 * GIB, 0.95 * 80 * GIB, 989e12, 3_350e9),
+        Chip("v4", 32 * GIB, 30.75 * GIB, 275e12, 1_228e9, 3, 1.05e9, 45e9, 6.25e9),
+        Chip("v5e", 16 * GIB, 15.75 * GIB, 197e12, 819e9, 2, 1.5e9, 50e9, 3.125e9),
+        Chip("v5p", 96 * GIB, 95.74 * GIB, 459e12, 2_765e9, 3, 1.75e9, 100e9, 6.25e9),
+        Chip("v6e", 32 * GIB, 31.25 * GIB, 918e12, 1_640e9, 2, 0.0, 100e9, 12.5e9),
+        Chip("t4", 14.75 * GIB, 0.95 * 14.75 * GIB, 65e12, 320e9, link=16e9),
+        Chip("l4", 22 * GIB, 0.95 * 22 * GIB, 121e12, 300e9, link=32e9),
+        Chip("a100-40", 40 * GIB, 0.95 * 40 * GIB, 312e12, 1_555e9, link=300e9, network=25e9),
+        Chip("a100-80", 80 * GIB, 0.95 * 80 * GIB, 312e12, 2_039e9, link=300e9, network=25e9),
+        Chip("h100", 80 * GIB, 0.95 * 80 * GIB, 989e12, 3_350e9, link=450e9, network=50e9),
         # nvidia-smi counts 143,771 MiB.
-        Chip("h200", 140.4 * GIB, 0.95 * 140.4 * GIB, 989e12, 4_800e9),
+        Chip("h200", 140.4 * GIB, 0.95 * 140.4 * GIB, 989e12, 4_800e9, link=450e9, network=50e9),
     )
 }
 
@@ -95,21 +113,26 @@ _PEAKS = (
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices of one kind: `v5e:4x4`, `v5p:2x2x2`, `h200:8`."""
+    """Devices of one kind: `v5e:4x4`, `h200:8`; in several slices, `v5p:2x2x2*4` or `h200:8*2`."""
 
     chip: Chip
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of a slice of TPUs, or number of GPUs of an NVLink domain
+    slices: int = 1
 
     @property
     def devices(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.shape) * self.slices
 
     @property
     def tpu(self) -> bool:
         return self.chip.dimensions > 0
 
-    def __str__(self) -> str:
+    @property
+    def name_of_slice(self) -> str:
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+    def __str__(self) -> str:
+        return self.name_of_slice + (f"*{self.slices}" if self.slices > 1 else "")
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
@@ -118,6 +141,7 @@ class Topology:
                 "--topology is missing: name the devices, as --topology v5e:8x8 or h200:8"
             )
         name, _, shape = text.partition(":")
+        shape, star, slices = shape.partition("*")
         chip = CHIPS.get(name.lower())
         if chip is None:
             raise InputError(f"--topology={text}: unknown chip; choose one of {', '.join(CHIPS)}")
@@ -126,7 +150,10 @@ class Topology:
             1, chip.dimensions
         ):
             raise InputError(f"--topology={text}: write the devices, as {chip.name}:{example}")
-        return cls(chip, tuple(map(int, shape.split("x"))))
+        if star and not re.fullmatch(r"[1-9]\d{0,3}", slices):
+            way_out = f"{chip.name}:{shape}*2"
+            raise InputError(f"--topology={text}: write the number of slices, as {way_out}")
+        return cls(chip, tuple(map(int, shape.split("x"))), int(slices or 1))
 
 
 def peak_flops(device: jax.Device | None = None) -> float | None:

@@ -6,6 +6,7 @@ compiled on a GPU may use other kernels and workspaces.
 """
 
 import importlib.util
+import math
 import os
 
 import jax
@@ -60,8 +61,10 @@ def _tpu_devices(topology: Topology) -> list[jax.Device]:
     options = {"chip_config_name": "megacore"} if topology.chip.name == "v4" else {}
     if 1 in topology.shape[:2]:  # libtpu's default is hosts of 2x2x1 chips
         options["chips_per_host_bounds"] = [min(2, n) for n in topology.shape[:2]] + [1]
+    if topology.slices > 1:
+        options["num_slices"] = topology.slices
     try:
-        description = topologies.get_topology_desc(str(topology), "tpu", **options)
+        description = topologies.get_topology_desc(topology.name_of_slice, "tpu", **options)
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
         raise InputError(f"--topology={topology}: libtpu does not support it ({why})") from error
@@ -77,11 +80,12 @@ def _gpu_devices(topology: Topology) -> list[jax.Device]:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_GPU_FLAGS}".strip()
     from jax.experimental import topologies
 
+    name = f"1x{topology.slices}x{math.prod(topology.shape)}"  # the domains are hosts, as processes
     try:
         description = topologies.get_topology_desc(
             platform="cuda",
-            topology_name=f"1x1x{topology.devices}",
-            topology=f"1x1x{topology.devices}",
+            topology_name=name,
+            topology=name,
             target_config=_gpu_target(topology.chip),
         )
     except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError) as error:

@@ -9,21 +9,29 @@ all-to-all, twice that in an all-reduce, and r (n - 1) in a reduce-scatter, whos
 
 Other work overlaps a collective if the compiler schedules it between the collective's start and
 its end, or fuses both. A device waits for any other collective.
+
+Devices may be in several slices. A program for GPUs is one program for all of them, and the groups
+of a collective show what it sends between slices. libtpu compiles the program of one slice: its
+collectives stay within the slice, and what passes the data-center network are receives, which name
+the collective that they are a part of. Between slices as few bytes are counted as possible: those
+that a slice needs from others, shared by its devices in a group.
 """
 
 import math
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from lcjax.cost import hlo
 from lcjax.cost.chips import Chip
 from lcjax.cost.hlo import ARRAY, BRANCHES, CALLS, WHILE
+from lcjax.parallel.sharding import slice_of
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # The compiler's two messages: for the whole program, or for its temporaries alone.
@@ -35,13 +43,21 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "al
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _WORK = re.compile(r" (?:fusion|custom-call|convolution|dot|while|conditional|call)\(")
 _PRODUCT = re.compile(r" (?:convolution|dot)\(")
-_CHANNEL = re.compile(r"channel_id=(\d+)")
+# The fusions of a collective have one channel; libtpu numbers them by chain where channels repeat.
+_CHANNEL = re.compile(r'\b(?:channel_id=|chain_id=")\d+')
+# The devices of all groups: of [8] or [2,4]T(1,0), the order in which an array of that shape lies.
+_ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _GROUPS = re.compile(
     r"(?:replica_groups=|num_partitions=)"
-    r"(?:\{\{([\d,]*)\}|\[\d+,(\d+)\]|mesh\[(.*?)\] \{(.*?)\}|(\d+))"
+    rf"(?:\{{\{{([\d,]*)\}}|\[\d+,(\d+)\]<={_ORDER}|(\d+)|"
+    rf"mesh\[([^]]*)\](?:, device_ids=\((?:{_ORDER}|([\d,]+))\))? \{{(.*?)\}})"
 )
 # A mesh axis with its size, 'x'=8, or the part of size 4 that follows one of size 2: 'x':(2)4.
-_AXIS = re.compile(r"'(\w+)'(?:(?:=|:\(\d+\))(\d+))?")
+_AXIS = re.compile(r"'(\w+)'(?:(?:=|:\((\d+)\))(\d+))?")
+# What a slice of TPUs receives from others: the devices, and the kind of collective.
+_RECEIVED = re.compile(r"= \((.*?), u32\[\].*? (recv)()\(.*_xla_megascale_target=")
+_BETWEEN = re.compile(r'_xla_megascale_target="?\{([\d,]+|\{[^}]*)\}.*_transfer_type="(\w+)"')
+_SLICE_IDS = 100_000  # libtpu numbers the devices of slice n from n times this number
 _PAIRS = re.compile(r"source_target_pairs=\{(.*?)\}\}")
 _PAIR = re.compile(r"(\d+),(\d+)")
 _SCATTER = "all-reduce-scatter"  # libtpu's all-reduce fusions that keep a part of the sum
@@ -73,6 +89,7 @@ class ProgramCost:
     flops: float = 0.0  # likewise; kernels have none
     optimal_seconds: float | None = None  # the compiler's estimate; None: it has none
     traffic: dict[str, Traffic] = field(default_factory=dict)
+    between: Traffic = Traffic(0, 0)  # what devices of other slices send
     host: int = 0  # in the memory of the device's host
     out_of_memory: bool = False  # the compiler ran out of memory
     text: str = field(default="", repr=False)  # the optimised HLO
@@ -81,9 +98,22 @@ class ProgramCost:
     def fits(self) -> bool:
         return not self.out_of_memory and self.peak_memory <= self.chip.usable
 
+    @property
+    def within(self) -> int:
+        """Bytes that a device receives over the links of its slice."""
+        received = sum(traffic.bytes for traffic in self.traffic.values())
+        return received if self.chip.dimensions else received - self.between.bytes
 
-def program_cost(lowered: jax.stages.Lowered, chip: Chip) -> ProgramCost:
+
+def program_cost(
+    lowered: jax.stages.Lowered, chip: Chip, mesh: jax.sharding.Mesh | None = None
+) -> ProgramCost:
     """Compiles a program for `chip`; if it is too large, `out_of_memory` of the result is true.
+
+    Args:
+      lowered: the program.
+      chip: the devices.
+      mesh: of the program, if its devices are in several slices.
 
     Raises:
       JaxRuntimeError: the compiler fails for another reason.
@@ -121,6 +151,7 @@ def program_cost(lowered: jax.stages.Lowered, chip: Chip) -> ProgramCost:
         # XLA adds -1 or less for operations without an estimate, such as kernels.
         optimal_seconds=optimal if optimal > 0 else None,
         traffic=collectives(text),
+        between=between_slices(text, [] if mesh is None else map(slice_of, mesh.devices.flat)),
         text=text,
     )
 
@@ -145,6 +176,55 @@ def collectives(text: str) -> dict[str, Traffic]:
     return {kind: Traffic(*totals[kind]) for kind in KINDS if kind in totals}
 
 
+def between_slices(text: str, slices: Iterable[int] = ()) -> Traffic:
+    """Counts what a device receives from other slices, in all collectives of a module.
+
+    Args:
+      text: the optimised HLO.
+      slices: number of the slice of each device of the program, in the order of its mesh. libtpu's
+        programs do not need it.
+    """
+    module, slices, totals = hlo.Module(text), [*slices], [0, 0, 0]
+
+    def add(times, size, overlapped):
+        for i, count in enumerate((times, times * math.ceil(size), times * overlapped)):
+            totals[i] += count if size else 0
+
+    for match, _, times, overlapped in _walk(module, _RECEIVED):
+        size = sum(hlo.array_bytes(*array[:2]) for array in ARRAY.findall(match[1]))
+        devices, transfer = _BETWEEN.search(match.string).groups()
+        kind = transfer.lower().replace("_", "-")
+        add(times, _from_others(kind, size, _num_slices(devices)), overlapped)
+    if len({*slices}) > 1:
+        for match, computation, times, overlapped in _walk(module):
+            if match[2] == "collective-permute":
+                pairs = _PAIR.findall((_PAIRS.search(match.string) or ("", ""))[1])
+                crosses = any(slices[int(a)] != slices[int(b)] for a, b in pairs)
+                add(times, crosses * _received(match, 0, computation)[1], overlapped)
+                continue
+            group = _members(match.string) or [*range(len(slices))]
+            places = Counter(slices[device] for device in group)
+            kind, size = _result(match, computation)
+            # The devices of a slice share what it needs; these results are different for each.
+            shared = 1 if kind in ("all-to-all", "reduce-scatter") else max(places.values())
+            add(times, _from_others(kind, size / shared, len(places)), overlapped)
+    return Traffic(*totals)
+
+
+def _from_others(kind: str, size: float, slices: int) -> float:
+    """Returns the bytes that a device receives from other slices for a result of `size` bytes."""
+    if kind not in (*KINDS, "fused") or kind == "collective-permute":  # from device to device
+        return size
+    parts = {"all-reduce": 2 / slices, "reduce-scatter": 1}
+    return size * parts.get(kind, 1 / slices) * (slices - 1)
+
+
+def _num_slices(devices: str) -> int:
+    """Returns the number of slices in libtpu's `1,2` (slices) or `{100000,200000` (devices)."""
+    numbers = [int(x) for x in re.findall(r"\d+", devices)]
+    return len({x // _SLICE_IDS if devices.startswith("{") else x for x in numbers})
+
+
 def permuted_bytes(text: str) -> dict[tuple[int, int], int]:
     """Counts the bytes that collective-permutes send, by (sender, receiver).
 
@@ -162,7 +242,8 @@ def permuted_bytes(text: str) -> dict[tuple[int, int], int]:
     return dict(totals)
 
 
-def _walk(module: hlo.Module) -> Iterator[_Collective]:
+def _walk(module: hlo.Module, pattern: re.Pattern = _COLLECTIVE) -> Iterator[_Collective]:
+    """Yields the instructions that match `pattern`, with groups as those of `_COLLECTIVE`."""
     bodies = module.lines
 
     def walk(name: str, times: int, seen: set | None, overlapped: bool) -> Iterator[_Collective]:
@@ -170,14 +251,15 @@ def _walk(module: hlo.Module) -> Iterator[_Collective]:
         lines, channels = bodies.get(name, ()), set()
         repeated = _repeated_channels(module, lines)
         for index, line in enumerate(lines):
-            if match := _COLLECTIVE.search(line):
-                channel = match[2], (_CHANNEL.search(line) or [""])[0]
+            if match := pattern.search(line):
+                channel = match[2], _channel(line)
                 # Fusions that overlap a collective with work repeat it at its start and its end.
                 if seen is not None and channel in seen:
                     continue
                 if seen is not None:
                     seen.add(channel)
-                during = bool(match[3]) and _works_until_done(lines, index)
+                is_started = bool(match[3]) or match[2] == "recv"
+                during = is_started and _works_until_done(lines, index)
                 yield _Collective(match, name, times, overlapped or during)
             elif match := WHILE.search(line):
                 yield from walk(match[2], times * module.trips(line), None, False)
@@ -216,11 +298,16 @@ def _channels(module: hlo.Module, computation: str) -> set[str]:
     """Returns the channels of the collectives in a fusion."""
     channels = set()
     for line in module.lines.get(computation, ()):
-        if _COLLECTIVE.search(line) and (channel := _CHANNEL.search(line)):
-            channels.add(channel[0])
+        if _COLLECTIVE.search(line) and (channel := _channel(line)):
+            channels.add(channel)
         elif match := CALLS.search(line):
             channels |= _channels(module, match[1])
     return channels
+
+
+def _channel(line: str) -> str:
+    """Returns what the fusions of a collective share: its channel, and its chain if it has one."""
+    return " ".join(_CHANNEL.findall(line))
 
 
 def _repeated_channels(module: hlo.Module, lines: list[str]) -> set[str]:
@@ -232,29 +319,60 @@ def _repeated_channels(module: hlo.Module, lines: list[str]) -> set[str]:
 
 def _received(match: re.Match, devices: int, computation: str) -> tuple[str, int]:
     """Returns (kind, bytes that a device receives) of a collective over `devices` devices."""
+    kind, size = _result(match, computation)
+    if kind == "collective-permute":
+        return kind, size
+    if kind == "reduce-scatter":
+        return kind, size * (devices - 1)
+    if kind == "fused":  # the whole sum, of which a device keeps a part
+        return "reduce-scatter", size * (devices - 1) // devices
+    return kind, (2 if kind == "all-reduce" else 1) * (size * (devices - 1) // devices)
+
+
+def _result(match: re.Match, computation: str) -> tuple[str, int]:
+    """Returns (kind, bytes of the result) of a collective."""
     shape, kind, started = match.groups()
     sizes = [hlo.array_bytes(*array[:2]) for array in ARRAY.findall(shape)]
     if started and kind != "all-reduce":
         # A start op lists its operands before its results, and counters after them.
         sizes = sizes[len(sizes) // 2 :] if kind != "collective-permute" else sizes[1:2]
-    size = sum(sizes)
-    if kind == "collective-permute":
-        return kind, size
-    if kind == "reduce-scatter":
-        return kind, size * (devices - 1)
-    part = size * (devices - 1) // devices
-    if kind == "all-reduce":
-        return ("reduce-scatter", part) if computation.startswith(_SCATTER) else (kind, 2 * part)
-    return kind, part
+    fused = kind == "all-reduce" and computation.startswith(_SCATTER)
+    return "fused" if fused else kind, sum(sizes)
 
 
 def _group(line: str) -> int:
     """Returns the number of devices in a group; 0 if the line names none."""
+    return len(_members(line))
+
+
+def _members(line: str) -> list[int]:
+    """Returns the devices of the first group, as indices into those of the program; []: none."""
     match = _GROUPS.search(line)
     if match is None:
-        return 0
-    listed, size, mesh, axes, count = match.groups()
+        return []
+    listed, size, sizes, order, count, mesh, mesh_sizes, mesh_order, ids, axes = match.groups()
+    if listed is not None:
+        return [int(device) for device in listed.split(",") if device]
+    if count is not None:
+        return [*range(int(count))]
     if mesh is None:
-        return len(listed.split(",")) if listed is not None else int(size or count)
-    sizes = dict(_AXIS.findall(mesh))
-    return math.prod(int(part or sizes[name]) for name, part in _AXIS.findall(axes))
+        return _in_order(sizes, order)[: int(size)]
+    axis_sizes = {name: int(n) for name, _, n in _AXIS.findall(mesh)}
+    members, stride = [0], math.prod(axis_sizes.values())
+    parts = {name: (before, part) for name, before, part in _AXIS.findall(axes)}
+    for name, axis_size in axis_sizes.items():
+        stride //= axis_size
+        before, part = parts.get(name, ("", "1"))
+        number = int(part or axis_size)
+        step = stride * (axis_size // (int(before or 1) * number)) if name in parts else 0
+        members = [member + step * i for member in members for i in range(number)]
+    devices = [*map(int, ids.split(","))] if ids else None
+    devices = _in_order(mesh_sizes, mesh_order) if mesh_sizes else devices
+    return [devices[member] for member in members] if devices else members
+
+
+def _in_order(sizes: str, order: str | None) -> list[int]:
+    """Returns the devices in the order of `[2,4]T(1,0)`: of an array [2, 4], transposed."""
+    shape = [int(size) for size in sizes.split(",")]
+    axes = range(len(shape)) if order is None else map(int, order.split(","))
+    return np.arange(math.prod(shape)).reshape(shape).transpose(*axes).reshape(-1).tolist()

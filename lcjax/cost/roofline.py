@@ -1,11 +1,13 @@
 """The roofline bound of a program: the least time in which a chip can run it.
 
-It is the larger of two times: of the program's FLOPs at the chip's peak, and of its least bytes at
-the bandwidth of the chip's memory (Williams et al. 2009, Communications of the ACM 52(4)). FLOPs
-are the model's (`resources`), split evenly over the devices. The least bytes that must pass between
-a device and its memory (HBM) are those of each weight once for each pass that multiplies it, the
-visible part of the cache, the residuals of the backward pass, and the state of the optimizer. An
-implementation that writes no other intermediate results to this memory needs no more.
+It is the longest of three times: of the program's FLOPs at the chip's peak, of its least bytes at
+the bandwidth of the chip's memory (Williams et al. 2009, Communications of the ACM 52(4)), and of
+what devices of several slices must send to each other at the bandwidth of the network
+(`exchanges`). FLOPs are the model's (`resources`), split evenly over the devices. The least bytes
+that must pass between a device and its memory (HBM) are those of each weight once for each pass
+that multiplies it, the visible part of the cache, the residuals of the backward pass, and the state
+of the optimizer. An implementation that writes no other intermediate results to this memory needs
+no more.
 """
 
 import math
@@ -23,19 +25,19 @@ from lcjax.parallel.sharding import Mesh
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs, and bytes read and written in HBM, of one device in one run."""
+    """FLOPs, and bytes in HBM and from other slices, of one device in one run."""
 
     flops: float
-    bytes: float
-
-    def seconds(self, chip: Chip) -> tuple[float, float]:
-        """Returns the time of the FLOPs at the chip's peak, and of the bytes at its bandwidth."""
-        return self.flops / chip.peak, self.bytes / chip.bandwidth
+    bytes: float  # read and written in HBM
+    received: float = 0.0  # bytes from other slices
 
     def bound(self, chip: Chip) -> tuple[float, str]:
-        """Returns the larger of both times, and its cause: "FLOPs" or "bytes"."""
-        flops, nbytes = self.seconds(chip)
-        return (flops, "FLOPs") if flops > nbytes else (nbytes, "bytes")
+        """Returns the longest of the three times, and its cause: "FLOPs", "bytes" or "network"."""
+        times = {"bytes": self.bytes / chip.bandwidth, "FLOPs": self.flops / chip.peak}
+        if self.received and chip.network:
+            times["network"] = self.received / chip.network
+        cause = max(times, key=times.get)
+        return times[cause], cause
 
 
 def inference_work(
@@ -84,6 +86,7 @@ def training_work(
     mesh: Mesh | jax.sharding.Mesh,
     *,
     accumulation: int = 1,
+    received: float = 0.0,
 ) -> Work:
     """Returns the work of an update.
 
@@ -97,6 +100,7 @@ def training_work(
       estimated: bytes on one device (`training_memory`).
       mesh: sizes of the mesh axes.
       accumulation: microbatches of an update.
+      received: bytes from other slices (`exchanges.received_from_slices`).
     """
     sizes = mesh.shape
     read = 2 * _read_weights(config, sizes, None)
@@ -105,7 +109,7 @@ def training_work(
     gradients = (2 * accumulation - 1 + 3) * estimated.gradients
     activations = 2 * estimated.activations
     nbytes = accumulation * (read + activations) + gradients + 2 * estimated.optimizer
-    return Work(flops / math.prod(sizes.values()), nbytes)
+    return Work(flops / math.prod(sizes.values()), nbytes, received)
 
 
 def _read_weights(config: ModelConfig, sizes, tokens: int | None) -> float:

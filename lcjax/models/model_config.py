@@ -245,10 +245,16 @@ class ModelConfig:
         """Whether layers evict tokens that their patterns need."""
         return self.cache is not None and self.cache.evicts
 
-    def context_strategy(self, mesh: Mesh | jax.sharding.Mesh | None, length: int) -> Strategy:
-        """Returns what devices exchange that share a text of `length` tokens."""
+    def context_strategy(
+        self, mesh: Mesh | jax.sharding.Mesh | None, length: int, near: int | None = None
+    ) -> Strategy:
+        """Returns what devices exchange that share a text of `length` tokens.
+
+        `near` is the number of successive devices with fast links, if the mesh has sizes alone.
+        """
         heads = Heads(self.num_heads, self.num_kv_heads, self.head_dim)
-        return strategy(self.context_parallel, mesh, heads, length, self.context_group)
+        group = self.context_group
+        return strategy(self.context_parallel, mesh, heads, length, group, near=near)
 
     def for_inference(self) -> "ModelConfig":
         """Returns the config for evaluation and generation."""

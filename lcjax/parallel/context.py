@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from lcjax.errors import InputError
-from lcjax.parallel.sharding import LENGTH, Mesh
+from lcjax.parallel.sharding import LENGTH, Mesh, slice_of
 
 CHOICES = ("auto", "ring", "all_to_all", "usp", "all_gather")
 _GATHERED = 2**30  # most bytes of the gathered keys and values of a layer, for `auto`
@@ -46,6 +46,8 @@ def strategy(
     heads: Heads,
     length: int,
     group: int | None = None,
+    *,
+    near: int | None = None,
 ) -> Strategy:
     """Returns the exchange of the devices along the mesh axis `context`.
 
@@ -55,6 +57,7 @@ def strategy(
       heads: of a layer, on all devices.
       length: tokens of a text.
       group: devices that exchange heads, for `usp`; None: the neighbours that can.
+      near: number of successive devices with fast links; None: as the devices of `mesh` say.
 
     Raises:
       InputError: heads cannot be shared as `choice` or `group` asks.
@@ -64,7 +67,7 @@ def strategy(
     count = heads.queries // tensor if heads.queries % tensor == 0 else heads.queries
     if devices == 1:
         return Strategy("ring", 1, "a device has whole texts")
-    near = group or _neighbours(mesh)
+    near = group or near or _neighbours(mesh)
     if group is not None and (devices % group or count % group):
         raise InputError(
             f"model.context_group={group} must divide the {devices} devices of mesh.context and the"
@@ -106,14 +109,6 @@ def _neighbours(mesh: Mesh | jax.sharding.Mesh) -> int:
         return mesh.shape[LENGTH]
     axis = mesh.axis_names.index(LENGTH)
     line = np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.shape[LENGTH])[0]
-    places = [_place(device) for device in line]
+    places = [slice_of(device) for device in line]
     starts = [i for i in range(1, len(places)) if places[i] != places[i - 1]]
     return math.gcd(len(places), *starts)
-
-
-def _place(device: jax.Device) -> int:
-    """Returns the number of the device's slice, or NVLink domain, or process."""
-    place = getattr(device, "slice_index", None)
-    if place is None:
-        place = 0 if device.platform == "tpu" else device.process_index
-    return place

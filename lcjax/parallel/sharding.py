@@ -5,25 +5,36 @@ Rajbhandari et al. 2020), `tensor` splits heads and the feed-forward width (Shoe
 `context` cuts each text, and the slots of a KV cache, in parts (`pallas_kernels.sharded` puts
 attention together), `expert` splits the experts of mixtures, and the batch
 (`lcjax.models.experts`).
+
+Devices may be in several slices of TPUs, or NVLink domains of GPUs, with slow links between them.
+An axis that spans slices is split into as many contiguous parts, each within a slice.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from lcjax.errors import InputError, check_integer
+from lcjax.errors import InputError, OneOf, check_fields, check_integer
 from pallas_kernels import Layout
 
 AXES = ("data", "fsdp", "tensor", "context", "expert")
 ROWS = ("data", "fsdp", "expert")  # the axes over which the rows of a batch are spread
 LENGTH = "context"  # the axis over which the tokens of a row are spread
+
+# Axes that may span slices, in the order in which they do. Copies of the model send gradients once
+# in an update; all other axes exchange weights or activations in every layer. A v5p chip sends 600
+# GB/s within its slice and 6 out of it, an H100 450 GB/s within its NVLink domain and 50 out of it
+# (`lcjax.cost.chips`), so other axes than `data` span slices of TPUs only if a user says so.
+_SPANNING_TPUS = ("data",)
+_SPANNING = ("data", "fsdp", "context", "expert", "tensor")
 
 # Number of devices up to which XLA overlaps a reduce-scatter with the product before it: libtpu
 # 0.0.42 does so on v5e:4x4 and not on v5e:8x8.
@@ -84,8 +95,12 @@ class Mesh:
     tensor: int = 1  # heads and feed-forward width split
     context: int = 1  # number of parts of each text, for rows too long for one device
     expert: int = 1  # experts of a mixture and batch split
+    # Axes that may span slices of TPUs or NVLink domains of GPUs, the first one first; []: data on
+    # TPUs, all on GPUs
+    slices: tuple[Annotated[str, OneOf(AXES)], ...] = ()
 
     def __post_init__(self):
+        check_fields("mesh", self)
         sizes = [getattr(self, axis) for axis in AXES]
         for axis, size in zip(AXES, sizes, strict=True):
             if isinstance(size, np.ndarray) or size != -1:
@@ -100,22 +115,92 @@ class Mesh:
         Raises:
           InputError: a size is -1.
         """
-        sizes = dataclasses.asdict(self)
+        sizes = {axis: getattr(self, axis) for axis in AXES}
         if -1 in sizes.values():
             raise InputError(f"mesh={sizes}: write how many devices lie along each axis, not -1")
         return sizes
 
 
 def make_mesh(shape: Mesh = Mesh(), devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """Returns a mesh with the axes `AXES` of `devices`; None: of all devices."""
+    """Returns a mesh with the axes `AXES` of `devices`; None: of all devices.
+
+    Raises:
+      InputError: the sizes do not fit the number of devices, or of slices.
+    """
     devices = jax.devices() if devices is None else devices
-    sizes = tuple(mesh_sizes(shape, len(devices)).shape.values())
+    shape = mesh_sizes(shape, len(devices))
+    sizes = tuple(shape.shape.values())
     kinds = (AxisType.Auto,) * len(AXES)
+    counts = Counter(map(slice_of, devices))
+    if len(counts) > 1 and len({*counts.values()}) == 1:  # unequal ones have no common layout
+        spans = spans_of_slices(shape, len(counts), tpu=devices[0].platform == "tpu")
+        inside = tuple(size // spans[axis] for axis, size in shape.shape.items())
+        grid = mesh_utils.create_hybrid_device_mesh(
+            *(inside, tuple(spans.values()), devices),
+            process_is_granule=all(slice_of(x) == x.process_index for x in devices),
+            allow_split_physical_axes=True,
+        )
+        return jax.sharding.Mesh(grid, AXES, axis_types=kinds)
     try:
         return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=devices)
     except NotImplementedError:  # such as 4 devices of an axis of 8 in a torus
         grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
         return jax.sharding.Mesh(grid, AXES, axis_types=kinds)
+
+
+def slice_of(device: jax.Device) -> int:
+    """Returns the number of the slice of TPUs, NVLink domain of GPUs, or process of the device."""
+    place = getattr(device, "slice_index", None)
+    # XLA's descriptions of GPUs that are not here have no slices, but processes (`cost.compilers`).
+    described = device.platform == "gpu" and device.client.runtime_type == "compile_only_runtime"
+    if place is None or described:
+        place = 0 if device.platform == "tpu" else device.process_index
+    return place
+
+
+def slices_along(mesh: jax.sharding.Mesh) -> dict[str, int]:
+    """Returns over how many slices each axis of a mesh is spread."""
+    slices = np.vectorize(slice_of, otypes=[int])(mesh.devices)
+    lines = {name: np.moveaxis(slices, i, 0) for i, name in enumerate(mesh.axis_names)}
+    return {name: len({*line.reshape(len(line), -1)[:, 0]}) for name, line in lines.items()}
+
+
+def spans_of_slices(shape: Mesh, slices: int, *, tpu: bool) -> dict[str, int]:
+    """Returns into how many slices each axis is split; the product is the number of slices.
+
+    Args:
+      shape: sizes of the axes, without -1.
+      slices: number of slices, of equally many devices each.
+      tpu: whether the devices are TPUs.
+
+    Raises:
+      InputError: the axes that may span slices cannot be split into as many.
+    """
+    axes, sizes = shape.slices or (_SPANNING_TPUS if tpu else _SPANNING), shape.shape
+    if spans := _split(sizes, axes, slices):
+        return spans
+    ways, data = [], math.lcm(sizes["data"], slices)
+    # As many devices, with a part of those along fsdp for more copies of the model.
+    if "data" in axes and sizes["data"] * sizes["fsdp"] % data == 0:
+        ways.append(f"set --mesh.data={data} --mesh.fsdp=-1")
+    more = (axis for axis in _SPANNING if _split(sizes, (*axes, axis), slices))
+    if axis := next(more, None):
+        names = ",".join([*axes, axis])
+        ways.append(f"let {axis} span slices, over slower links: --mesh.slices=[{names}]")
+    product, names = math.prod(sizes[axis] for axis in axes), " x ".join(f"mesh.{a}" for a in axes)
+    raise InputError(
+        f"{names}={product} cannot be split over the {slices} slices of the devices;"
+        f" {', or '.join(ways) or 'use one slice'}"
+    )
+
+
+def _split(sizes: dict[str, int], axes: Iterable[str], slices: int) -> dict[str, int] | None:
+    """Returns the factors of `slices` by which axes are split, the first one first; None: none."""
+    spans, rest = dict.fromkeys(AXES, 1), slices
+    for axis in axes:
+        spans[axis] = math.gcd(rest, sizes[axis])
+        rest //= spans[axis]
+    return spans if rest == 1 else None
 
 
 def device_mesh(mesh: Mesh | jax.sharding.Mesh | None) -> jax.sharding.Mesh | None:
@@ -165,7 +250,7 @@ def mesh_sizes(shape: Mesh, devices: int) -> Mesh:
             f"{product} must {rule} the number of devices here, {devices}; set"
             f" {_fitting(axis_sizes, -1 in sizes, devices)}"
         )
-    return Mesh(*sizes)
+    return dataclasses.replace(shape, **dict(zip(AXES, sizes, strict=True)))
 
 
 def _fitting(axis_sizes: dict[str, int], rest: bool, devices: int) -> str:

@@ -28,7 +28,7 @@ def compile_step(
     estimate.check_language_model(config)
     mesh = make_mesh(config.mesh, devices(topology))
     model = estimate.model_of(config)
-    return program_cost(lower(config, model, mesh), topology.chip), model, mesh
+    return program_cost(lower(config, model, mesh), topology.chip, mesh), model, mesh
 
 
 def step_flops(config: TrainConfig, model: ModelConfig) -> float:

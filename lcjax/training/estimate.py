@@ -4,6 +4,8 @@ All numbers come from arithmetic on shapes; nothing is loaded or compiled.
 """
 
 import dataclasses
+import math
+from collections.abc import Mapping
 
 import jax
 
@@ -11,6 +13,7 @@ from lcjax import checkpoints, cost
 from lcjax import config as config_lib
 from lcjax.checkpoints.build import ModelSection, model_config, planned_config
 from lcjax.checkpoints.hub import SMOLLM2
+from lcjax.cost import exchanges
 from lcjax.cost.chips import Topology
 from lcjax.data import loader_bytes
 from lcjax.errors import InputError
@@ -33,7 +36,9 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     mesh, model = mesh_sizes(config.mesh, topology.devices), model_of(config)
     batches.check_rows(config, mesh.shape)
     length, train, chip = batches.row_length(config, model), config.train, topology.chip
-    plan = model.context_strategy(mesh, length)
+    spans = sharding.spans_of_slices(mesh, topology.slices, tpu=topology.tpu)
+    near = mesh.context // spans["context"]
+    plan = model.context_strategy(mesh, length, near)
     work = flops(config, model)
     estimated = training_memory(config, model, mesh)
     kv_cache = cost.generation_memory(model, length, 1, mesh).cache
@@ -66,6 +71,12 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     if mesh.shape["context"] > 1:
         groups = f" in groups of {plan.group}" if plan.group > 1 else ""
         print(f"context            {plan.method}{groups}: {plan.reason}")
+        rows = train.batch_size // train.accumulation
+        found = exchanges.context_exchanges(model, mesh, spans, topology, length, rows, mfu)
+        update = train.batch_size * length / speed
+        print(_exchange_table(found, model.num_layers * train.accumulation, update))
+    if topology.slices > 1:
+        print(_network_line(config, model, mesh, spans, topology))
     fits = estimated.total <= chip.usable
     print(
         f"  training         {estimated.total / 1e9:8.2f} GB of {chip.usable / 1e9:.2f} GB that"
@@ -75,6 +86,42 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
         f"{tokens / speed / 3600 * topology.devices:,.0f} chip hours for {tokens:.3g} tokens"
     )
     return fits
+
+
+def _exchange_table(found: list[exchanges.Exchange], layers: int, update: float) -> str:
+    """Returns the lines of a table of exchanges; an update takes `update` seconds without them."""
+    titles = f"{'GB':>8} {'ms':>8} {'waits, ms':>10} {'update':>8} {'keys, GB':>9}"
+    lines = [f"  {'sends in a layer':16} {titles}"]
+    for x in found:
+        name = f"{x.method} {x.group}" if x.group > 1 else x.method
+        cells = f"{x.sent / 1e9:8.3g} {1e3 * x.seconds:8.3g} {1e3 * x.exposed:10.3g}"
+        added = f"{layers * x.exposed / update:+8.1%}" if math.isfinite(x.exposed) else "unknown"
+        lines.append(f"  {name:16} {cells} {added:>8} {x.gathered / 1e9:9.3g}")
+    return "\n".join(lines)
+
+
+def received_from_slices(
+    config: TrainConfig, model: ModelConfig, sizes: Mapping[str, int], spans: Mapping[str, int]
+) -> float:
+    """Returns the bytes that a device receives from other slices in an update."""
+    return exchanges.received_from_slices(
+        *(model, sizes, spans),
+        trained=matcher(config.train.rules(), "train.trainable"),
+        accumulation=config.train.accumulation,
+    )
+
+
+def _network_line(config, model, mesh: Mesh, spans: Mapping[str, int], topology: Topology) -> str:
+    """Returns a line about what passes between slices in an update."""
+    names = ", ".join(f"{axis} over {count}" for axis, count in spans.items() if count > 1)
+    received = received_from_slices(config, model, mesh.shape, spans)
+    network = topology.chip.network
+    line = f"between slices     {names}"
+    if received:
+        line += f"; a device receives {received / 1e9:,.3g} GB in an update"
+        line += f", {received / network:,.3g} s at {network / 1e9:.4g} GB/s" if network else ""
+    others = " and ".join(axis for axis in ("tensor", "expert") if spans[axis] > 1)
+    return line + (f"; what {others} exchange is not counted" if others else "")
 
 
 def check_language_model(config: TrainConfig) -> None:

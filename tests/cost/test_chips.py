@@ -7,7 +7,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lcjax.cost.__main__ import column
 from lcjax.cost.chips import CHIPS, Topology
-from lcjax.cost.program import Traffic, collectives, permuted_bytes, program_cost
+from lcjax.cost.program import (
+    Traffic,
+    between_slices,
+    collectives,
+    permuted_bytes,
+    program_cost,
+)
 from lcjax.cost.roofline import Work
 from lcjax.errors import InputError
 from lcjax.parallel.sharding import Mesh, make_mesh
@@ -17,7 +23,14 @@ WORK = Work(flops=1e9, bytes=1e6)
 
 @pytest.mark.parametrize(
     ("text", "devices", "tpu"),
-    [("v5e:4x4", 16, True), ("v5p:2x2x2", 8, True), ("h200:8", 8, False), ("a100-80:1", 1, False)],
+    [
+        ("v5e:4x4", 16, True),
+        ("v5p:2x2x2", 8, True),
+        ("v5p:2x2x2*4", 32, True),
+        ("h200:8", 8, False),
+        ("h200:8*2", 16, False),
+        ("a100-80:1", 1, False),
+    ],
 )
 def test_a_topology_names_a_chip_and_how_many(text, devices, tpu):
     found = Topology.parse(text)
@@ -33,6 +46,12 @@ def test_an_unknown_topology_raises_input_error_with_a_valid_one(text):
     chip = text.partition(":")[0]
     with pytest.raises(InputError, match=rf"write the devices, as {chip}:\d"):
         Topology.parse(text)
+
+
+@pytest.mark.parametrize("slices", ["*", "*0", "*x", "*2*2", "*99999"])
+def test_a_number_of_slices_that_is_none_raises_input_error_with_a_valid_one(slices):
+    with pytest.raises(InputError, match=r"write the number of slices, as v5e:2x2\*2$"):
+        Topology.parse(f"v5e:2x2{slices}")
 
 
 def test_an_unknown_chip_raises_input_error_with_the_known_ones():
@@ -123,6 +142,62 @@ ENTRY %main (p: bf16[8]) -> bf16[64] {
 def test_bytes_count_the_traffic_received_by_a_device(operation, kind, received):
     text = f"{HEADER}\nENTRY %main (x: f32[8]) -> f32[8] {{\n  %r = {operation}\n}}\n"
     assert collectives(text) == {kind: Traffic(1, received)}
+
+
+MESH = "mesh['a'=4,'b'=1,'c'=2], device_ids"  # of 2 slices: 'a' is inside, and 'c' between them
+
+
+@pytest.mark.parametrize(
+    ("operation", "received", "between"),
+    [
+        ("f32[64]{0} all-gather(%x), replica_groups={{0,1,2,3},{4,5,6,7}}", 192, 0),
+        ("f32[64]{0} all-gather(%x), replica_groups={{0,4},{1,5},{2,6},{3,7}}", 128, 128),
+        ("f32[64]{0} all-gather(%x), replica_groups=[2,4]<=[8]", 192, 0),
+        ("f32[64]{0} all-gather(%x), replica_groups=[4,2]<=[2,4]T(1,0)", 128, 128),
+        ("f32[64]{0} all-gather(%x), replica_groups={}", 224, 128 / 4),
+        ("f32[64]{0} all-reduce(%x), replica_groups={}", 2 * 224, 2 * 128 / 4),
+        ("f32[64]{0} reduce-scatter(%x), replica_groups={}", 256 * 7, 256),
+        ("f32[64]{0} all-to-all(%x), replica_groups={}", 224, 128),
+        (f"f32[64]{{0}} all-gather(%x), replica_groups={MESH}=([2,4]T(1,0)) {{'a'}}", 192, 0),
+        (f"f32[64]{{0}} all-gather(%x), replica_groups={MESH}=([2,4]T(1,0)) {{'c'}}", 128, 128),
+        (f"f32[64]{{0}} all-gather(%x), replica_groups={MESH}=(0,4,1,5,2,6,3,7) {{'a'}}", 192, 0),
+        ("f32[64]{0} all-gather(%x), replica_groups=mesh['a'=8] {'a':(1)2}", 128, 128),
+        ("f32[64]{0} all-gather(%x), replica_groups=mesh['a'=8] {'a':(4)2}", 128, 0),
+        ("f32[64]{0} collective-permute(%x), source_target_pairs={{0,1},{4,5}}", 256, 0),
+        ("f32[64]{0} collective-permute(%x), source_target_pairs={{0,1},{3,4}}", 256, 256),
+    ],
+)
+def test_bytes_of_groups_with_devices_of_two_slices(operation, received, between):
+    text = f"{HEADER}\nENTRY %main (x: f32[8]) -> f32[8] {{\n  %r = {operation}\n}}\n"
+    (found,) = collectives(text).values()
+    assert found.bytes == received
+    count = int(between > 0)
+    assert between_slices(text, [0] * 4 + [1] * 4) == Traffic(count, between)
+    assert between_slices(text, [0] * 8) == between_slices(text) == Traffic(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "received"),
+    [
+        ('"{1,2}x{0:3}"', "ALL_REDUCE", 256),
+        ('"{1,2,3,4}x{0:3}"', "ALL_REDUCE", 2 * 192),
+        ("{{100000,200000},{100001,200001}}", "ALL_GATHER", 128),
+        ("{{100000,100001,200000,200001}}", "ALL_TO_ALL", 128),
+        ("{{100000,200000},{100001,200001}}", "REDUCE_SCATTER", 256),
+        ("{{100001->200000},{200001->100000}}", "ONE_TO_ONE", 256),
+    ],
+)
+def test_what_a_slice_of_tpus_receives_names_its_collective(target, kind, received):
+    attributes = f'{{_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"}}'
+    text = f"""
+ENTRY %main (x: f32[64]) -> f32[64] {{
+  %r = (f32[64]{{0}}, u32[], token[]) recv(%a), channel_id=2, frontend_attributes={attributes}
+  %y = f32[64]{{0}} fusion(%x), calls=%add
+  %d = (f32[64]{{0}}, token[]) recv-done(%r), channel_id=2
+}}
+"""
+    assert between_slices(HEADER + text) == Traffic(1, received, 1)
+    assert collectives(HEADER + text) == {}
 
 
 @pytest.mark.parametrize(

@@ -71,3 +71,5 @@ def test_the_larger_time_is_the_bound():
     chip = CHIPS["v5e"]
     assert Work(chip.peak, chip.bandwidth / 2).bound(chip) == (1.0, "FLOPs")
     assert Work(chip.peak / 2, 2 * chip.bandwidth).bound(chip) == (2.0, "bytes")
+    assert Work(chip.peak, 0, 2 * chip.network).bound(chip) == (2.0, "network")
+    assert Work(chip.peak, 0, 2e9).bound(CHIPS["t4"])[1] == "FLOPs"  # its network is unknown

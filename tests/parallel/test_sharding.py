@@ -4,16 +4,20 @@ import dataclasses
 import functools
 import math
 import re
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lcjax.cost.chips import Topology
+from lcjax.cost.compilers import devices
 from lcjax.cost.program import collectives
 from lcjax.errors import InputError
 from lcjax.models import Decoder, preset
 from lcjax.parallel import sharding
+from lcjax.parallel.context import Heads, strategy
 from lcjax.parallel.sharding import (
     Mesh,
     batch_sharding,
@@ -21,6 +25,9 @@ from lcjax.parallel.sharding import (
     make_mesh,
     mesh_sizes,
     param_shardings,
+    slice_of,
+    slices_along,
+    spans_of_slices,
 )
 from lcjax.rope.positions import PlainPositions
 from lcjax.training.objective import language_model
@@ -95,7 +102,7 @@ def test_sizes_that_do_not_fit_the_devices_are_named_with_what_does(shape, devic
         mesh_sizes(shape, devices)
     ways = dict(re.findall(r"--mesh\.(\w+)=(-?\d+)", str(error.value)))
     changed = dataclasses.replace(shape, **{axis: int(size) for axis, size in ways.items()})
-    assert math.prod(dataclasses.astuple(mesh_sizes(changed, devices))) == devices
+    assert math.prod(mesh_sizes(changed, devices).shape.values()) == devices
 
 
 def test_meshes_of_users_get_all_axes_and_the_type_auto():
@@ -112,6 +119,94 @@ def test_meshes_of_users_get_all_axes_and_the_type_auto():
     for value in ("data", list(devices), jax.sharding.AbstractMesh((8,), ("data",)), 8):
         with pytest.raises(InputError, match="must be an lcjax.Mesh"):
             device_mesh(value)
+
+
+@pytest.fixture
+def two_slices(monkeypatch):
+    """Devices of even numbers are in one slice, and the others in a second one."""
+    kind = type(jax.devices()[0])
+    monkeypatch.setattr(kind, "slice_index", property(lambda device: device.id % 2), raising=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spanning"),
+    [
+        (Mesh(data=2), "data"),
+        (Mesh(data=4, fsdp=2), "data"),
+        (Mesh(fsdp=8), "fsdp"),
+        (Mesh(fsdp=1, tensor=2, context=4), "context"),
+        (Mesh(data=2, tensor=2, slices=("tensor",)), "tensor"),
+    ],
+    ids=str,
+)
+def test_one_axis_spans_slices_and_each_of_its_parts_is_in_one(shape, spanning, two_slices):
+    mesh = make_mesh(shape)
+    assert sorted(device.id for device in mesh.devices.flat) == list(range(8))
+    assert slices_along(mesh) == dict.fromkeys(mesh.axis_names, 1) | {spanning: 2}
+    axis = mesh.axis_names.index(spanning)
+    line = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.shape[spanning], -1)
+    each = [{device.id % 2 for device in part} for part in line]
+    half = len(each) // 2
+    assert each == [{0}] * half + [{1}] * half
+
+
+@pytest.mark.parametrize(
+    ("shape", "ways"),
+    [
+        (Mesh(fsdp=8), ["--mesh.data=2 --mesh.fsdp=-1", "--mesh.slices=[data,fsdp]"]),
+        (Mesh(fsdp=1, context=8), ["--mesh.slices=[data,context]"]),
+        (Mesh(fsdp=8, slices=("tensor",)), ["--mesh.slices=[tensor,fsdp]"]),
+        (Mesh(3, 1), ["use one slice"]),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit_the_slices_are_named_with_what_does(shape, ways):
+    names = " x ".join(f"mesh.{axis}" for axis in shape.slices or ["data"])
+    with pytest.raises(InputError, match=f"^{names}=. cannot be split over the 2 slices") as error:
+        spans_of_slices(shape, 2, tpu=True)
+    assert all(way in str(error.value) for way in ways) and "\n" not in str(error.value)
+    for way in re.findall(r"--mesh.slices=\[(.*?)\]", str(error.value)):
+        changed = dataclasses.replace(shape, slices=tuple(way.split(",")))
+        assert math.prod(spans_of_slices(changed, 2, tpu=True).values()) == 2
+
+
+def test_an_axis_that_may_span_slices_is_one_of_the_mesh():
+    with pytest.raises(InputError, match=r"mesh.slices.1='model' must be one of data, fsdp"):
+        Mesh(slices=("data", "model"))
+
+
+def test_loss_and_gradients_of_two_slices_are_those_of_one_device(params, batch, two_slices):
+    want = _alone(CONFIG)(params, batch)
+    step, *arguments = _sharded(make_mesh(Mesh(data=2)), params, batch)
+    got = step(*arguments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install -e '.[aot]'")
+@pytest.mark.parametrize(
+    ("name", "shape", "spanning"),
+    [
+        ("v5p:2x2x1*2", Mesh(data=2, context=4), "data"),
+        ("v5e:2x4*4", Mesh(data=4, fsdp=2, context=4), "data"),
+        ("v5e:2x2*2", Mesh(slices=("fsdp",)), "fsdp"),
+    ],
+)
+def test_real_slices_are_contiguous_along_the_axis_that_spans_them(name, shape, spanning):
+    topology = Topology.parse(name)
+    mesh = make_mesh(shape, devices(topology))
+    assert mesh.size == topology.devices
+    assert slices_along(mesh) == dict.fromkeys(mesh.axis_names, 1) | {spanning: topology.slices}
+    slices = np.vectorize(slice_of)(mesh.devices).reshape(topology.slices, -1)
+    assert (slices == np.arange(topology.slices)[:, None]).all()
+
+
+def test_devices_that_share_a_text_know_their_neighbours(two_slices):
+    heads = Heads(queries=8, keys=8, size=16)
+    near = strategy("auto", make_mesh(Mesh(fsdp=1, context=8)), heads, 64)
+    assert (near.method, near.group) == ("usp", 4)
+    assert near == strategy("auto", Mesh(fsdp=1, context=8), heads, 64, near=4)
+    inside = strategy("auto", make_mesh(Mesh(data=2, fsdp=1, context=4)), heads, 64)
+    assert inside.method == "all_to_all"
 
 
 def test_a_decoder_on_an_explicit_mesh_computes_what_it_does_on_one_device(params):
@@ -136,7 +231,7 @@ def test_a_mesh_may_be_given_with_or_without_its_devices():
         _ = Mesh(tensor=4).shape
 
 
-@pytest.mark.slow_except("Mesh(data=2, fsdp=2, tensor=2, context=1, expert=1)")
+@pytest.mark.slow_except("Mesh(data=2, fsdp=2, tensor=2, context=1, expert=1, slices=())")
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape, params, batch):
     want = _alone(CONFIG)(params, batch)
