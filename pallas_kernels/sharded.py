@@ -394,18 +394,25 @@ def _ring_backward(arrays, operands: Operands, ring: _Ring):
         )
         return jax.tree.map(lambda a, x: a + x.astype(a.dtype), sums, ((dq, d_bias), (dk, dv)))
 
-    keys = k, v, operands.k_index, operands.k_segments
+    keys, hops = (k, v, operands.k_index, operands.k_segments), ring.hops
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), ((q, operands.bias), (k, v)))
+
+    def follow(sums):
+        """Sends the cotangents of keys after these keys."""
+        fixed, travelling = sums
+        return fixed, _send(travelling, ring.layout, 1)
 
     def hop(carry, _):
         sums, keys = carry
-        fixed, travelling = add(sums, keys)
-        return ((fixed, _send(travelling, ring.layout, 1)), _send(keys, ring.layout, 1)), None
+        # Neither message depends on the products with these keys, so both are sent meanwhile.
+        return (add(follow(sums), keys), _send(keys, ring.layout, 1)), None
 
-    hops = ring.hops
+    sums = add(sums, keys)
     if hops > 1:
-        (sums, keys), _ = lax.scan(hop, (sums, keys), None, length=hops - 1)
-    (dq, d_bias), travelling = add(sums, keys)
+        carry = sums, _send(keys, ring.layout, 1)
+        (sums, keys), _ = lax.scan(hop, carry, None, length=hops - 2)
+        sums = add(follow(sums), keys)
+    (dq, d_bias), travelling = sums
     # The cotangents of keys and values return to the device of those keys.
     travelling = jax.tree.map(lambda x, like: x.astype(like.dtype), travelling, (k, v))
     dk, dv = _send(travelling, ring.layout, 1 - hops) if hops > 1 else travelling

@@ -73,9 +73,9 @@ def context_exchanges(
     """Returns the exchanges of a training step that the model's heads allow, one per strategy.
 
     Attention waits for exchanged heads, for gathered keys, and in a ring for what takes longer to
-    send than the products with the keys of a hop take, with `mfu` of the peak. The gradients of
-    keys and values travel around a ring after the products of each hop, so attention waits for
-    them, too. Bytes are those of `pallas_kernels.sharded`, in a model whose layers all exchange.
+    send than the products with the keys of a hop take, with `mfu` of the peak, and for the return
+    of the gradients of keys and values. Bytes are those of `pallas_kernels.sharded`, in a model
+    whose layers all exchange.
 
     Args:
       config: the model.
@@ -131,9 +131,10 @@ def _exchange(config, sizes, links: "_Links", plan, length: int, rows: int, mfu:
         sent += hops * (pair * (again_attention + 1) + gradients) + pair
         forward, backward = links.hop(pair, group), links.hop(gradients, group)
         seconds += hops * (forward * (again_attention + 1) + backward) + forward
-        compute = attention / (hops + 1)
-        waits = again_attention * max(0.0, forward - compute) + max(0.0, forward - 2 * compute)
-        exposed += hops * (waits + backward) + forward
+        compute = attention / (hops + 1)  # forward, and twice as much backward
+        waits = again_attention * max(0.0, forward - compute)
+        waits += max(0.0, forward + backward - 2 * compute)
+        exposed += hops * waits + forward
         gathered = pair
     return Exchange(plan.method, plan.group, sent, seconds, exposed, gathered)
 

@@ -7,6 +7,7 @@ import pytest
 
 from lcjax import config as config_lib
 from lcjax.cost import __main__ as command
+from lcjax.cost import hlo
 from lcjax.cost.chips import CHIPS, Topology
 from lcjax.cost.compilers import devices
 from lcjax.cost.exchanges import context_exchanges, received_from_slices
@@ -63,8 +64,8 @@ def test_times_are_bytes_over_the_links_of_a_domain_of_gpus():
         assert exchange.seconds == pytest.approx(exchange.sent / link)
         assert exchange.exposed == pytest.approx(exchange.seconds) or exchange.method == "ring"
     ring = found["ring"]
-    pair = ring.gathered
-    assert ring.exposed == pytest.approx((7 * 2 * pair + pair) / link)  # gradients wait for a hop
+    # All but the return of the gradients hides behind the products with keys of 131,072 tokens.
+    assert ring.exposed == pytest.approx(ring.gathered / link)
     # With products as fast as this nothing hides behind them.
     exposed = exchanges(QWEN, "h100:8", Mesh(fsdp=1, context=8), MILLION, mfu=1e9)["ring"].exposed
     assert exposed == pytest.approx(ring.seconds)
@@ -97,7 +98,9 @@ def test_groups_of_neighbours_send_heads_within_a_domain_and_keys_between():
     ring = 4 * usp.gathered + usp.gathered  # one hop, and gradients back
     expected = ring / chip.network + (usp.sent - ring) / chip.link
     assert usp.seconds == pytest.approx(expected)
-    assert usp.exposed < found["all_gather"].exposed < found["ring"].exposed
+    returned = usp.gathered / chip.network  # gradients, as nothing is left to compute meanwhile
+    assert usp.exposed == pytest.approx((usp.sent - ring) / chip.link + returned)
+    assert usp.exposed < found["all_gather"].exposed
     half = found["all_to_all"].sent * 16 / 15 / 2  # to the other domain
     assert found["all_to_all"].seconds > half / chip.network
 
@@ -191,3 +194,29 @@ def test_libtpu_compiles_for_two_slices_and_sends_at_least_what_is_predicted(wor
     assert cells["between slices, ms"] == f"{least:,.3g}"
     assert cells["roofline bound, ms"].endswith("(network)")
     assert jax.devices()[0].platform == "cpu"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="pip install -e '.[aot]'")
+def test_libtpu_sends_keys_and_gradients_around_a_ring_during_the_products_of_a_hop():
+    def is_step(x):  # a kernel, or a message with more than indices
+        return x.name.startswith(("lcjax", "collective-permute")) and "s32[1,512]" not in x.shape
+
+    words = [*TINY, "--data.length=2048", "--model.context_parallel=ring"]
+    config = config_lib.parse(TrainConfig, words)
+    sizes = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 128, "width": 256}
+    model = estimate.model_of(config).replace(**sizes)
+    mesh = make_mesh(config.mesh, devices(Topology.parse("v5e:2x4")))
+    module = hlo.Module(compile_only.lower(config, model, mesh).compile().as_text())
+    # In 2 layers the forward pass sends in 3 hops, and the backward pass loops over hops 1 and 2.
+    for times, kernel, in_advance in ((6, "lcjax_forward", 2), (4, "lcjax_d_all", 3)):
+        (order,) = (
+            [x.name.partition(".")[0] for x in instructions]
+            for name, count in module.computations()
+            if count == times
+            and (instructions := [x for x in module.instructions(name) if is_step(x)])
+        )
+        start, done = "collective-permute-start", "collective-permute-done"
+        assert order.count(kernel) == 1 and order.count(start) == order.count(done)
+        before, after = order[: order.index(kernel)], order[order.index(kernel) + 1 :]
+        assert before.count(start) >= in_advance and after.count(done) == order.count(done)
