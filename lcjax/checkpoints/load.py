@@ -115,13 +115,15 @@ def load(
         _refuse(path, "a run folder", base=base, context=context)
         from lcjax.checkpoints.run_folder import load_run
 
-        params, config, tokenizer = load_run(*run, mesh=mesh, param_dtype=param_dtype)
+        loaded = load_run(*run, mesh=mesh, param_dtype=param_dtype)
+        if scan_layers and weights is None:
+            return loaded
+        params, config, tokenizer = loaded
+        del loaded
         if weights is not None:
             config = config.replace(weights=weights)
             params = quantise_params(params, weights, mesh)
-        if scan_layers:
-            return params, config, tokenizer
-        config = config.replace(scan_layers=False)
+        config = config.replace(scan_layers=scan_layers)
         return arrange_layers(params, config), config, tokenizer
     if path.is_dir() and is_adapter_folder(path):
         source, config, tokenizer = _open_adapters(path, base, context, allow_pickle)
@@ -300,7 +302,7 @@ def load_config(path_or_name: str | Path) -> ModelConfig:
     if (run := _run_of(path)) is not None:
         from lcjax.checkpoints.run_folder import run_config
 
-        return run_config(run[0]).replace(lora=None)
+        return run_config(run[0]).replace(lora=None, weights=None)
     if is_gguf(path):
         return GGUFFile(path).config()
     file = model_file(path)

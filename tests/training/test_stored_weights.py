@@ -116,6 +116,12 @@ def test_adapters_are_merged_into_the_weights_before_quantisation(corpus, base, 
     loaded, opened, _ = checkpoints.load(whole)  # what eval.py reads
     exported, _, _ = checkpoints.load(whole / "model")
     assert opened.weights is None and opened.lora is None
+    assert checkpoints.load_config(whole).weights is None
+    again, restored, _ = checkpoints.load(whole, weights=NF4, scan_layers=False)
+    assert restored.weights == NF4 and not restored.stacked
+    codes = flatten(quantise_params(checkpoints.load(whole)[0], NF4))
+    for path, leaf in flatten(again["layers_1"]).items():
+        np.testing.assert_array_equal(leaf, codes[f"layers/{path}"][1], err_msg=path)
     adapted, _, _ = checkpoints.load(whole / "adapter", base=base)
     for path, leaf in flatten(loaded).items():
         np.testing.assert_array_equal(flatten(exported)[path], leaf, err_msg=path)
