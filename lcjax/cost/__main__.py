@@ -27,6 +27,7 @@ from lcjax.cost.resources import parameter_shapes
 from lcjax.errors import InputError, check_one_of
 from lcjax.generation import session
 from lcjax.models import ModelConfig
+from lcjax.models.weight_storage import num_weights
 from lcjax.parallel.sharding import AXES, make_mesh, slices_along
 from lcjax.progress import compiling
 from lcjax.training import TrainConfig, batches, compile_only, estimate
@@ -95,7 +96,8 @@ def report(config: TrainConfig, topology: Topology | None, programs: Sequence[st
     chip = local_chip(model.dtype) if topology is None else topology.chip
     rows, length = config.train.batch_size, batches.row_length(config, model)
     columns, fits = {}, True
-    num_params = sum(leaf.size for leaf in parameter_shapes(model).values())
+    shapes = parameter_shapes(model)
+    num_params = sum(num_weights(path, leaf.shape) for path, leaf in shapes.items())
     for name in programs or _programs_of(model):
         lower, work, title = _program(name, config, model, mesh)
         with compiling(f"the {title}", num_params, mesh.size):
@@ -110,7 +112,8 @@ def report(config: TrainConfig, topology: Topology | None, programs: Sequence[st
     )
     print(table(columns))
     if "training step" in columns:
-        print("".join(f"\n{line}" for line in estimate.replication_notes(model, mesh)))
+        notes = [*estimate.storage_notes(model), *estimate.replication_notes(model, mesh)]
+        print("".join(f"\n{line}" for line in notes))
     return fits
 
 

@@ -428,7 +428,7 @@ def _grouped_matmul_forward(x, w, sizes, block, traced_count, storage):
 def _grouped_matmul_backward(block, traced_count, storage, saved, dy):
     x, w, sizes = saved
     if storage is not None:
-        w, dy = lax.optimization_barrier((w, dy))
+        w = lax.optimization_barrier(w)
         matrices = _matrices(w, storage, dy.dtype)
         return _products(dy, matrices, sizes, block, traced_count, transpose=True), None, None
     dx = _products(dy, w, sizes, block, traced_count, transpose=True)

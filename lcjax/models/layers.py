@@ -616,8 +616,7 @@ def _stored_forward(x, arrays, stored):
 
 
 def _stored_backward(stored, arrays, dy):
-    # Otherwise XLA could keep the matrix of the forward pass.
-    arrays, dy = lax.optimization_barrier((arrays, dy))
+    arrays = lax.optimization_barrier(arrays)  # else XLA could keep the matrix of the forward pass
     return _dot_general(dy, stored.matrix(arrays, dy.dtype), dy.ndim - 1, 1), None
 
 
