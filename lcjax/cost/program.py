@@ -332,10 +332,12 @@ def _received(match: re.Match, devices: int, computation: str) -> tuple[str, int
 def _result(match: re.Match, computation: str) -> tuple[str, int]:
     """Returns (kind, bytes of the result) of a collective."""
     shape, kind, started = match.groups()
-    sizes = [hlo.array_bytes(*array[:2]) for array in ARRAY.findall(shape)]
+    arrays = [array[:2] for array in ARRAY.findall(shape)]
+    if started and kind == "collective-permute":
+        arrays = [array for array in arrays if array != ("u32", "")]  # counters
+    sizes = [hlo.array_bytes(*array) for array in arrays]
     if started and kind != "all-reduce":
-        # A start op lists its operands before its results, and counters after them.
-        sizes = sizes[len(sizes) // 2 :] if kind != "collective-permute" else sizes[1:2]
+        sizes = sizes[len(sizes) // 2 :]  # a start op lists its operands before its results
     fused = kind == "all-reduce" and computation.startswith(_SCATTER)
     return "fused" if fused else kind, sum(sizes)
 

@@ -137,6 +137,11 @@ ENTRY %main (p: bf16[8]) -> bf16[64] {
             "collective-permute",
             32,
         ),
+        (
+            "((f32[8]{0}, s32[2]{0}), (f32[8]{0}, s32[2]{0})) collective-permute-start(%x, %y)",
+            "collective-permute",
+            40,
+        ),
     ],
 )
 def test_bytes_count_the_traffic_received_by_a_device(operation, kind, received):
