@@ -148,9 +148,14 @@ def _frozen(folder: Path, base: BaseModel, config: ModelConfig, mesh: jax.shardi
     if base.path is not None:
         params, _, _ = load(base.path, base=base.base, mesh=mesh, param_dtype=base.param_dtype)
     storage, config = config.weights, config.replace(lora=None, weights=None)
-    params = init_params(section, config, params, mesh)
+    # Random weights are initialised as codes, by the program of the run: others may round in
+    # another way.
+    is_random = base.path is None
+    initial = config.replace(weights=storage) if is_random else config
+    params = init_params(section, initial, params, mesh)
     frozen = split(params, set(base.trained).__contains__)[1]
-    stored = frozen if storage is None else quantise_params(dict(frozen), storage, mesh)
+    is_stored = storage is None or is_random
+    stored = frozen if is_stored else quantise_params(dict(frozen), storage, mesh)
     check_frozen(folder, dataclasses.replace(base, frozen=weights_digest(stored)))
     if storage is not None and not has_kernels(base.path):
         return dequantise_params(stored, storage, flatten(abstract_params(config, mesh)))

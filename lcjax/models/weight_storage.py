@@ -243,16 +243,19 @@ def _from_outputs(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _mean(x: jax.Array) -> jax.Array:
-    """Returns the float32 mean of numbers >= 0; exact sums make it independent of their order.
+    """Returns the float32 mean of numbers >= 0, with the same bits in every program.
 
-    Each number is rounded to a multiple of 2^-23 of the largest, as float32 has them there.
+    Numbers are rounded to multiples of a power of two, 2^-22 or more of the largest, whose sums are
+    exact in any order. All products are with powers of two, and exact: a compiler may contract them
+    with a sum.
     """
-    top = jnp.maximum(x.max(), _TINY)
-    steps = jnp.round(x / top * 2**23).astype(jnp.int32)
+    bits = lax.bitcast_convert_type(jnp.maximum(x.max(), _TINY), jnp.int32)
+    power = lax.bitcast_convert_type(bits & 0x7F80_0000, jnp.float32)  # without the fraction
+    steps = jnp.round(x / power * 2**22).astype(jnp.int32)
     # Sums of bytes of up to 8 million numbers fit into 31 bits.
     parts = [(steps >> shift & 255).sum(dtype=jnp.int32) for shift in (16, 8, 0)]
     high, middle, low = (part.astype(jnp.float32) for part in parts)
-    return top * ((high * 2**16 + middle * 2**8 + low) / (2.0**23 * x.size))
+    return power * ((high * 2**16 + middle * 2**8 + low) / (2.0**22 * x.size))
 
 
 # Paths of the matrices that a storage applies to, as they are without one.

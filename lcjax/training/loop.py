@@ -25,6 +25,7 @@ from lcjax.checkpoints.run_folder import check_frozen
 from lcjax.data import Loader
 from lcjax.errors import InputError
 from lcjax.files import atomic_file, update_sums
+from lcjax.models.weight_storage import num_weights
 from lcjax.parallel import distributed
 from lcjax.parallel.device_memory import to_device
 from lcjax.parallel.run_lock import RunLock
@@ -340,7 +341,10 @@ class Training:
     def _num_params(self) -> tuple[int, int]:
         """The number of trained and of frozen parameters."""
         trees = self.state.params, self.frozen
-        trained, frozen = (sum(leaf.size for leaf in flatten(tree).values()) for tree in trees)
+        trained, frozen = (
+            sum(num_weights(path, leaf.shape) for path, leaf in flatten(tree).items())
+            for tree in trees
+        )
         return trained, frozen
 
     def _print_summary(self) -> None:

@@ -19,6 +19,7 @@ from lcjax.models.weight_storage import (
     dequantise_params,
     dynamic_map,
     is_stored,
+    quantise_kernel,
     quantise_params,
 )
 from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
@@ -151,6 +152,26 @@ def test_a_matrix_of_two_input_axes_has_blocks_over_both():
     arrays = NF4Weights().quantise(jnp.asarray(kernel), inputs=2)
     flat = NF4Weights().quantise(jnp.asarray(kernel.reshape(128, 8)))
     jax.tree.map(np.testing.assert_array_equal, arrays, flat)
+
+
+@pytest.mark.parametrize("name", ["int8", "nf4"])
+def test_codes_do_not_depend_on_the_program_that_computes_them(name):
+    """A run folder compares them: of one layer or a stack, on one device or several."""
+    random, storage = np.random.default_rng(3), {"int8": Int8Weights(), "nf4": NF4Weights(16)}[name]
+    stack = jnp.asarray(random.standard_t(4, size=(3, 64, 160)), jnp.bfloat16)
+    path, mesh = "mlp/gate/kernel", make_mesh(Mesh(data=1, fsdp=2, tensor=4))
+    together = quantise_kernel(storage, f"layers/{path}", stack)
+    shared = quantise_kernel(storage, f"layers/{path}", stack, mesh)
+    jax.tree.map(np.testing.assert_array_equal, shared, together)
+    for layer in range(3):
+        for options in ((), (mesh,)):
+            one = quantise_kernel(storage, f"layers_{layer}/{path}", stack[layer], *options)
+            for key, array in one.items():
+                np.testing.assert_array_equal(array, together[key][layer], err_msg=key)
+        with jax.disable_jit():
+            plain = storage.quantise(stack[layer])
+        for key, array in plain.items():
+            np.testing.assert_array_equal(array, together[key][layer], err_msg=key)
 
 
 def _models(storage, **changes):
