@@ -158,7 +158,8 @@ def _frozen(folder: Path, base: BaseModel, config: ModelConfig, mesh: jax.shardi
     stored = frozen if is_stored else quantise_params(dict(frozen), storage, mesh)
     check_frozen(folder, dataclasses.replace(base, frozen=weights_digest(stored)))
     if storage is not None and not has_kernels(base.path):
-        return dequantise_params(stored, storage, flatten(abstract_params(config, mesh)))
+        wide = config.replace(param_dtype="float32")  # rounded once, after adapters are added
+        return dequantise_params(stored, storage, flatten(abstract_params(wide, mesh)))
     return frozen
 
 

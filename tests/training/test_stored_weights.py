@@ -134,8 +134,8 @@ def test_adapters_are_merged_into_the_weights_before_quantisation(corpus, base, 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled_once")
 def test_adapters_on_random_weights_are_merged_into_dequantised_ones(tmp_path, corpus, capsys):
-    model = {"preset": "tiny", "path": None, "weights": NF4}
-    config = settings(tmp_path / "run", corpus, None, model=model | {"path": None}, steps=2)
+    model = {"preset": "tiny", "path": None, "param_dtype": "bfloat16"}
+    config = settings(tmp_path / "run", corpus, None, model=model, steps=2)
     run(config)
     assert "adapters are merged into dequantised nf4: model.preset=tiny" in capsys.readouterr().err
     loaded, exported = (checkpoints.load(tmp_path / x)[0] for x in ("run", "run/model"))
