@@ -4,8 +4,9 @@
 
 TPUs need libtpu (extra `aot`), GPUs jax's CUDA plugin (extra `cuda`); no device is needed.
 
-One row per recipe and kind of device: the memory that a device needs, the model's FLOPs of one
-update on all devices, the traffic that a device receives by collectives, and the compile time.
+One row per recipe and kind of device: the memory that a device needs, the estimate of it, the
+model's FLOPs of one update on all devices, the traffic that a device receives by collectives, and
+the compile time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 from lcjax import config as config_lib
 from lcjax.cost.chips import Topology
 from lcjax.parallel.sharding import AXES
-from lcjax.training import TrainConfig, compile_only
+from lcjax.training import TrainConfig, compile_only, estimate
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 # `# Hardware: v5e:8x8 (...)`, and under Elsewhere `h200:8 with --mesh.context=1 ...`
@@ -49,6 +50,7 @@ def row(name: str, topology: Topology, words: list[str]) -> tuple[str, bool]:
     note = "5 to 20 minutes for 7B on 64 chips"
     print(f"compiling {name} for {topology} ({note}) ...", file=sys.stderr, flush=True)
     result, model, mesh = compile_only.compile_step(config, topology)
+    estimated = estimate.training_memory(config, model, mesh).total
     shape = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in AXES if mesh.shape[axis] > 1)
     traffic = ", ".join(
         f"{k} {t.count:,} ({t.bytes / 1e9:.0f} GB)" for k, t in result.traffic.items()
@@ -59,6 +61,7 @@ def row(name: str, topology: Topology, words: list[str]) -> tuple[str, bool]:
         str(topology),
         shape,
         f"{result.peak_memory / 1e9:.1f} of {result.chip.usable / 1e9:.1f}{word}",
+        f"{estimated / 1e9:.1f} ({estimated / result.peak_memory:.0%})",
         f"{compile_only.step_flops(config, model) / 1e12:,.0f}",
         traffic,
         f"{result.seconds:.0f}",
@@ -72,8 +75,9 @@ def main() -> int:
     parser.add_argument("--recipes", nargs="+", choices=known, default=list(known))
     parser.add_argument("--topology", type=Topology.parse, help="instead of the recipe's own")
     args = parser.parse_args()
-    print("| Recipe | Devices | Mesh | GB per device | TFLOPs per step | Collectives | Compile s |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    titles = "Recipe", "Devices", "Mesh", "GB per device", "Estimated", "TFLOPs per step"
+    titles += "Collectives", "Compile s"
+    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}", flush=True)
     fits = []
     for name in args.recipes:
         for place in [(args.topology, [])] if args.topology else known[name]:

@@ -40,7 +40,7 @@ STUDIED = [
 MEASURED = [
     file for file in TRAININGS if file in PUBLISHED and "python eval.py" in file.read_text()
 ]
-COMPILED = [file for file in TRAININGS if "TPU chips" in file.read_text()]
+COMPILED = [file for file in TRAININGS if re.search(r"# Hardware: .*TPU chips", file.read_text())]
 MEMORIES = ("cepe", "sharedllm", "beacon", "auto_compressor")
 PARTS = ("Paper", "Reproduces", "Hardware", "Expected", "Data", "Command")
 LLAMA, PHI = preset("llama2-7b"), preset("phi-2")
@@ -455,15 +455,9 @@ def test_a_recipe_for_tpus_divides_them_and_agrees_with_the_estimate_of_its_memo
     mesh = mesh_sizes(recipe.mesh, topology.devices)
     batches.check_rows(recipe, mesh.shape)
     memory = estimate.training_memory(recipe, estimate.model_of(recipe), mesh).total
-    # Where most weights are frozen a compiler saves more than is counted.
-    most = 1.25 if recipe.train.rules() == ("all",) else 1.3
-    # Of windows that are read one after another a compiler keeps more than is counted.
-    least = 0.6 if recipe.model.memory is not None and recipe.data.chunks.learned else 0.75
-    if file.stem == "prolong_8b_64k":  # 0.73, for a reason that nobody has looked for
-        least = 0.7
-    if file.stem == "olmo3_32b_65k":  # 0.51: the compiler keeps about 1 GB a layer, we count 0.37
-        least = 0.5
-    assert least < memory / 1e9 / float(needed) < most
+    # These were compiled before MLPs computed tiles, which the estimate counts.
+    least = {"olmo3_32b_65k": 0.45, "ntk_phi2_64k": 0.65}.get(file.stem, 0.7)
+    assert least < memory / 1e9 / float(needed) < 1.2
 
 
 def test_other_devices_of_a_recipe_are_divided_and_agree_with_the_estimate_of_its_memory():
@@ -481,7 +475,7 @@ def test_other_devices_of_a_recipe_are_divided_and_agree_with_the_estimate_of_it
         batches.check_rows(recipe, mesh.shape)
         assert float(usable) == pytest.approx(topology.chip.usable / 1e9, abs=0.05)
         memory = estimate.training_memory(recipe, estimate.model_of(recipe), mesh).total / 1e9
-        assert 0.6 < memory / float(needed) < 1.3 and float(needed) < float(usable)
+        assert 0.68 < memory / float(needed) < 1.2 and float(needed) < float(usable)
         seconds = flops / (0.4 * topology.devices * topology.chip.peak)
         assert float(hours) == pytest.approx(seconds / 3600, abs=0.5)
 

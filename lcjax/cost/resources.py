@@ -6,10 +6,9 @@ implementation repeats (rematerialisation) or wastes (masked blocks) is not coun
 FLOPs / (time * peak) is the *model* FLOPs utilisation.
 
 Weights, gradients, optimizer state and cache follow from shapes and from the table of shardings.
-The memory of the backward pass comes from JAX: the residuals of the model's gradient, traced for
-two short texts, grow by a fixed number of bytes per token. Buffers that a compiler adds or saves
-are not counted: on TPUs the estimate was 15 % below to 26 % above (adapters) libtpu's allocation.
-An allocator needs additional memory.
+The memory of the backward pass is that of the arrays that live at the same time in the traced
+gradient of what one device computes (`lcjax.cost.liveness`). docs/benchmarks.md has the result
+beside what compilers allocate.
 """
 
 import collections
@@ -26,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.attention import AttentionMetadata
+from lcjax.cost import liveness
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models import cache as cache_lib
 from lcjax.models.loss import cross_entropy
-from lcjax.models.remat import recomputes
 from lcjax.models.tiles import tile_bytes
 from lcjax.models.weight_storage import kernel_of, num_weights
 from lcjax.parallel.device_memory import LAYER, STACK, Offload, offloadable
@@ -41,7 +40,10 @@ _SAMPLED_QUERIES = 256
 _EXPERTS = re.compile(r"/mlp/experts/")
 _PROCESS = 600_000_000  # bytes of Python, JAX, a tokenizer and compilers on a CPU, measured
 _CPU_BUFFERS = 5  # XLA keeps as many times the activations of a layer on CPUs, measured
-_SHORT, _LONG = 128, 256  # tokens of the texts whose residuals are compared
+# Compilers for accelerators also keep copies in other layouts, and cannot fill every gap. Measured.
+_COPIES = 1.1
+# A device of each platform, for which programs are traced.
+_KINDS = {"tpu": "TPU v5", "gpu": "NVIDIA H100", "cpu": "cpu"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,6 +329,8 @@ def training_memory(
     average: bool = False,
     context: tuple[int, int] | None = None,
     offload: Offload = "none",
+    accumulates: bool = False,
+    platform: str | None = None,
 ) -> MemoryEstimate:
     """Returns the bytes on each device of a training step.
 
@@ -342,6 +346,8 @@ def training_memory(
       average: whether a running average of the weights is kept.
       context: chunks, and tokens of each chunk, that a model with a memory reads for every text.
       offload: `train.offload`.
+      accumulates: whether an update sums the gradients of several microbatches.
+      platform: platform of the devices; None: that of the mesh, or TPUs.
     """
     sizes = mesh.shape
     counts = per_device(config, sizes)
@@ -351,20 +357,21 @@ def training_memory(
     offloaded = [weights] * (offload == "parameters") + [moments] * (offload != "none")
     activations, host = _backward_bytes(
         *(config, sizes, rows_of_device(rows, sizes), length, context, trained),
-        tile=tile_bytes(_platform(mesh)),
+        platform=platform or _platform(mesh),
     )
     return MemoryEstimate(
         weights=_resident_bytes(config, weights, offload == "parameters"),
-        gradients=4 * sum(trained_counts.values()),
+        # Sums over microbatches, and those of one.
+        gradients=4 * sum(trained_counts.values()) * (2 if accumulates else 1),
         optimizer=_resident_bytes(config, moments, offload != "none"),
         host=host + sum(map(sum, (_offloadable_bytes(config, x).values() for x in offloaded))),
         activations=activations,
     )
 
 
-def _platform(mesh: Mesh | jax.sharding.Mesh) -> str | None:
-    """Returns the platform of the devices; None for sizes alone."""
-    return None if isinstance(mesh, Mesh) else mesh.devices.flat[0].platform
+def _platform(mesh: Mesh | jax.sharding.Mesh) -> str:
+    """Returns the platform of the devices; that of TPUs for sizes alone."""
+    return "tpu" if isinstance(mesh, Mesh) else mesh.devices.flat[0].platform
 
 
 def generation_memory(
@@ -500,12 +507,9 @@ def _local_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     if experts is not None:
         # Each device of the expert axis has rows for the tokens of all devices of that axis.
         exchanged = sizes["expert"] if experts.count % sizes["expert"] == 0 else 1
-        experts = dataclasses.replace(
-            experts,
-            count=experts.count * exchanged,
-            top_k=experts.top_k * exchanged,
-            width=divided(config.expert_width, tensor),
-        )
+        top_k = min(experts.top_k * exchanged, experts.count)
+        width = divided(config.expert_width, tensor)
+        experts = dataclasses.replace(experts, top_k=top_k, width=width)
     return config.replace(
         num_heads=heads, num_kv_heads=shared, mlp_width=width, experts=experts, memory=memory
     )
@@ -518,103 +522,26 @@ def _backward_bytes(
     length: int,
     context: tuple[int, int] | None,
     trained: Callable[[str], bool],
-    tile: int,
+    platform: str,
 ) -> tuple[int, int]:
     """Returns the bytes of the backward pass on one device and in its host, for its `rows`.
 
-    They are the residuals of all layers, those of one rematerialised layer, the weights that are
-    gathered for it over fsdp, context and expert, and two chunks of logits of at most `tile` bytes.
-    A layer that is computed by tiles (`lcjax.models.tiles`) has one of `tile` bytes in place of its
-    MLP, and a layer whose residuals are on the host is on the device while it is computed, beside
-    the next one.
+    They are those of the program that one device would run on its part of the tokens.
     """
-    local, numbers = _local_config(config, sizes), np.array([rows * length, 0])
-    chunk = None
+    shards = sizes["context"]
+    chunks = None
     if config.memory is not None and context is not None:
-        chunk, numbers[1] = context[1], rows * math.prod(context)
-    tokens = -(-numbers // sizes["context"])
-    (here, on_host), of_tile = _residual_bytes(local, chunk, trained), 0
-    here = here + 2 * on_host / config.num_layers
-    if config.remat != "none":
-        bare = local.replace(remat="none")
-        layer = _bytes_of_layer(bare, chunk, trained)
-        if recomputes(config.remat, "product"):
-            half = _with_mlp_width(bare, lambda width: width // 2)
-            mlp = 2 * (layer - _bytes_of_layer(half, chunk, trained))
-            of_mlp = 2 * math.ceil(tokens @ mlp[0])  # and the gradients
-            if of_mlp > tile:
-                layer, of_tile = layer - mlp, tile
-        here = here + layer[0]
-    gathered = 0
-    # Stored matrices are dequantised for one layer at a time on a single device, too.
-    if sizes["fsdp"] * sizes["context"] * sizes["expert"] > 1 or config.weights is not None:
-        split = {**sizes, "fsdp": 1, "context": 1}  # experts stay where they are
-        whole, experts = (per_device(config, x) for x in (split | {"expert": 1}, split))
-        weights = sum(
-            (experts if is_expert(path) else whole)[path][0]
-            for path in whole
-            if path.startswith("layers")
-        )
-        gathered = config.compute_dtype().itemsize * weights // config.num_layers
-    vocabulary = divided(config.vocab_size, sizes["tensor"])
-    logits = 2 * min(tile, 4 * int(tokens[0]) * vocabulary)
-    on_device = math.ceil(tokens @ here) + of_tile + gathered + logits
-    return on_device, math.ceil(tokens @ on_host)
+        chunks = -(-context[0] // shards), context[1]
+        config = config.replace(memory=config.memory.without_query())
+    gathers = sizes["fsdp"] * sizes["context"] * sizes["expert"] > 1
+    learned = frozenset(filter(_any_layer(config, trained), _scanned_shapes(config)))
+    local = _local_config(config, sizes).replace(scan_layers=True)
+    parts = sizes["expert"] if config.experts and not config.experts.count % sizes["expert"] else 1
+    return _peak(local, rows, -(-length // shards), chunks, learned, platform, gathers, parts)
 
 
-def _bytes_of_layer(config: ModelConfig, chunk: int | None, trained: Callable) -> np.ndarray:
-    """Returns the bytes per token of one layer's residuals, as `_residual_bytes`."""
-    two, one = (_residual_bytes(config, chunk, trained, layers=count) for count in (2, 1))
-    return two - one
-
-
-def _with_mlp_width(config: ModelConfig, change: Callable[[int], int]) -> ModelConfig:
-    """Returns the config with another width of its MLPs, or of its experts."""
-    experts = config.experts
-    if experts is not None:
-        experts = dataclasses.replace(experts, width=change(config.expert_width))
-    return config.replace(mlp_width=change(config.mlp_width), experts=experts)
-
-
-def _residual_bytes(
-    config: ModelConfig,
-    chunk: int | None,
-    trained: Callable[[str], bool],
-    *,
-    layers: int | None = None,
-) -> np.ndarray:
-    """Returns the bytes of residuals on the device and the host, float [2, 2].
-
-    Each row has those per token of a text, and per token of its context.
-
-    Args:
-      config: the model.
-      chunk: tokens of a context chunk; None: no context.
-      trained: whether the parameter at a path is trained.
-      layers: number of layers to count, which all read the context; None: those of `config`.
-    """
-    count = config.num_layers if layers is None else layers
-    plain = config.replace(num_layers=count, scan_layers=True, memory=None)
-    if chunk is None:
-        return _all_residual_bytes(plain, None, trained)
-    reading = count if layers is not None else sum(config.memory.reader_layers(count))
-    memory = config.memory.without_query().with_num_readers(reading)
-    reader = plain.replace(num_layers=reading, memory=memory)
-    total = _all_residual_bytes(reader, chunk, trained)
-    if reading < count:
-        fewer = plain.replace(num_layers=reading)
-        total = total + _all_residual_bytes(plain, None, trained)
-        total = total - _all_residual_bytes(fewer, None, trained)
-    return total
-
-
-def _all_residual_bytes(
-    config: ModelConfig, chunk: int | None, trained: Callable[[str], bool]
-) -> np.ndarray:
-    """Returns `_residual_bytes` of all layers of `config`.
-
-    A scanned parameter counts as trained if it is trained in any layer.
-    """
+def _any_layer(config: ModelConfig, trained: Callable[[str], bool]) -> Callable[[str], bool]:
+    """Returns whether the parameter of a path is trained in any of the layers that it stacks."""
 
     def any_trained(path: str) -> bool:
         if trained(path) or not path.startswith("layers/"):
@@ -622,40 +549,63 @@ def _all_residual_bytes(
         rest = path.removeprefix("layers/")
         return any(trained(f"layers_{index}/{rest}") for index in range(config.num_layers))
 
-    return _residuals(config, chunk, frozenset(filter(any_trained, parameter_shapes(config))))
+    return any_trained
+
+
+def _scanned_shapes(config: ModelConfig) -> Mapping[str, jax.ShapeDtypeStruct]:
+    return parameter_shapes(config.replace(scan_layers=True))
 
 
 @functools.lru_cache(maxsize=64)  # tracing takes seconds, and configs repeat
-def _residuals(config: ModelConfig, chunk: int | None, trained: frozenset[str]) -> np.ndarray:
-    """Computes `_all_residual_bytes` for the trained paths by tracing two short texts."""
+def _peak(
+    config: ModelConfig,
+    rows: int,
+    length: int,
+    chunks: tuple[int, int] | None,
+    learned: frozenset[str],
+    platform: str,
+    gathers: bool,
+    parts: int,
+) -> tuple[int, int]:
+    """Returns the most bytes of activations on a device and in its host.
+
+    Args:
+      config: the part of the model that a device computes.
+      rows: texts on the device.
+      length: tokens of each on the device.
+      chunks: chunks of a text on the device, and tokens of each; None: no context.
+      learned: paths of the trained parameters.
+      platform: platform of the device.
+      gathers: whether several devices share the weights.
+      parts: number of devices among which experts are divided.
+    """
     model = Decoder(config)
-    learned, frozen = split(nest(parameter_shapes(config)), trained.__contains__)
+    trained, frozen = split(nest(parameter_shapes(config)), learned.__contains__)
+    shapes = [jax.ShapeDtypeStruct((rows, length), jnp.int32)]
+    if chunks is not None:
+        shapes.append(jax.ShapeDtypeStruct((rows, *chunks), jnp.int32))
 
-    def residuals(length, chunks):
-        def backward(learned, frozen, tokens):
-            def loss(learned):
-                params, memory = union(learned, frozen), None
-                if chunk is not None:
-                    context = jnp.ones((1, chunks, chunk), jnp.int32)
-                    parts = context, context > 0
-                    memory = model.apply({"params": params}, *parts, method="encode")
-                hidden = model.apply({"params": params}, tokens, memory=memory).hidden
-                weights = jnp.ones(tokens.shape)
-                return cross_entropy(hidden, head(params, config), tokens, weights)[0]
+    def gradients(trained, frozen, tokens, context=None):
+        def loss(trained):
+            params, memory = union(trained, frozen), None
+            if context is not None:
+                parts = context, context > 0
+                memory = model.apply({"params": params}, *parts, method="encode")
+            hidden = model.apply({"params": params}, tokens, memory=memory).hidden
+            weights = jnp.ones(tokens.shape)
+            return cross_entropy(hidden, head(params, config), tokens, weights)[0]
 
-            return jax.vjp(loss, learned)[1]
+        return jax.grad(loss)(trained)
 
-        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        leaves = jax.make_jaxpr(backward)(learned, frozen, tokens).out_avals
-        places = jax.memory.Space.Device, jax.memory.Space.Host
-        return np.array([
-            sum(x.size * x.dtype.itemsize for x in leaves if x.memory_space == place)
-            for place in places
-        ], float)  # fmt: skip
-
-    first = residuals(_SHORT, 1)
-    each = (residuals(_LONG, 1) - first) / (_LONG - _SHORT)
-    of_context = 0 * first if chunk is None else (residuals(_SHORT, 2) - first) / chunk
-    slopes = np.stack([each, of_context], axis=1)
-    slopes.flags.writeable = False
-    return slopes
+    device = jax.sharding.AbstractDevice(_KINDS[platform], 1, platform)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        traced = jax.make_jaxpr(gradients)(trained, frozen, *shapes)
+    num_weights = len(traced.jaxpr.invars) - len(shapes)
+    shapes_of_layer = {
+        x.shape[1:] for path, x in parameter_shapes(config).items() if is_expert(path)
+    }
+    spread = dict.fromkeys(shapes_of_layer, parts)
+    device, host = liveness.peak_bytes(
+        traced, num_weights, platform, gathers=gathers, spread=spread
+    )
+    return math.ceil(device * (1 if platform == "cpu" else _COPIES)), host

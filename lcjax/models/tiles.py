@@ -41,10 +41,16 @@ def tile_size(tokens: int, bytes_per_token: int, mesh: jax.sharding.Mesh | None)
       bytes_per_token: bytes of the intermediate results of one token.
       mesh: the devices; None: the default backend's.
     """
-    # Not the default backend: a program may be compiled for devices that are not present.
-    platform = mesh.devices.flat[0].platform if mesh else jax.default_backend()
-    most = max(1, tile_bytes(platform) // bytes_per_token)
+    most = max(1, tile_bytes(_platform(mesh)) // bytes_per_token)
     return -(-tokens // -(-tokens // most))
+
+
+def _platform(mesh: jax.sharding.Mesh | None) -> str:
+    """Returns the platform for which a program is traced, whose devices need not be present."""
+    if mesh is not None:
+        return mesh.devices.flat[0].platform
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if described is None else described.platform
 
 
 def tokens_of_device(mesh: jax.sharding.Mesh | None, rows: int, length: int) -> tuple[int, int]:

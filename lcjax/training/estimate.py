@@ -40,7 +40,7 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     near = mesh.context // spans["context"]
     plan = model.context_strategy(mesh, length, near)
     work = flops(config, model)
-    estimated = training_memory(config, model, mesh)
+    estimated = training_memory(config, model, mesh, "tpu" if topology.tpu else "gpu")
     kv_cache = cost.generation_memory(model, length, 1, mesh).cache
     tokens = train.steps * train.batch_size * length
     speed = mfu * chip.peak * topology.devices / work.training_flops
@@ -53,7 +53,7 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
         f"{active}\n"
         f"FLOPs per token    {work.training_flops / 1e9:.1f} G ({work.forward_flops / 1e9:.1f} G"
         f" forward); {work.training_flops * tokens:.2e} in all\n"
-        "memory per device, estimated: a quarter more or less, with adapters a third less"
+        "memory per device, estimated (docs/benchmarks.md: estimates beside compilers)"
     )
     notes = {
         "cache": " (when generating one text of this length; not in training)",
@@ -195,9 +195,19 @@ def _way_out(
 
 
 def training_memory(
-    config: TrainConfig, model: ModelConfig, mesh: Mesh | jax.sharding.Mesh
+    config: TrainConfig,
+    model: ModelConfig,
+    mesh: Mesh | jax.sharding.Mesh,
+    platform: str | None = None,
 ) -> cost.MemoryEstimate:
-    """Returns the peak memory per device, which one microbatch's update needs."""
+    """Returns the peak memory per device, which one microbatch's update needs.
+
+    Args:
+      config: the config of the run.
+      model: the model that it trains.
+      mesh: the devices, or sizes of the mesh axes.
+      platform: platform of the devices; None: that of the mesh, or TPUs.
+    """
     train = config.train
     return cost.training_memory(
         model,
@@ -207,6 +217,8 @@ def training_memory(
         trained=matcher(train.rules(), "train.trainable"),
         average=train.ema is not None,
         offload=train.offload,
+        accumulates=train.accumulation > 1,
+        platform=platform,
         context=_context(config),
     )
 

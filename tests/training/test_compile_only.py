@@ -148,7 +148,7 @@ def test_llama_2_7b_at_32768_tokens_fits_64_chips_as_its_recipe_says(monkeypatch
     compiled, model, mesh = compile_only.compile_step(recipe, Topology.parse("v5e:8x8"))
     assert compiled.fits and (model.num_layers, mesh.size) == (32, 64)
     estimated = estimate.training_memory(recipe, model, mesh).total
-    assert 0.75 < estimated / compiled.peak_memory < 1.25
+    assert 0.85 < estimated / compiled.peak_memory < 1.15
     assert set(compiled.traffic) >= {"all-gather", "reduce-scatter", "all-to-all"}
     # Every gradient is summed in parts: what all devices still sum is small.
     assert compiled.traffic["all-reduce"].bytes < 0.01 * sum(
