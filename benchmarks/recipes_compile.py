@@ -26,7 +26,7 @@ from lcjax.training import TrainConfig, compile_only, estimate
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 # `# Hardware: v5e:8x8 (...)`, and under Elsewhere `h200:8 with --mesh.context=1 ...`
-_NAMED = re.compile(r"^# Hardware: (v\w+:[\dx]+) ", re.MULTILINE)
+_NAMED = re.compile(r"^# Hardware: (\w+:[\dx*]+) \(", re.MULTILINE)
 _ELSEWHERE = re.compile(r"(\w+:[\dx]+) with ((?:--\S+=\w+ ?)+)")
 
 # The devices, and command-line options for them.
@@ -34,7 +34,7 @@ Place = tuple[Topology, list[str]]
 
 
 def recipes() -> dict[str, list[Place]]:
-    """Returns recipes whose header names TPUs, with all devices that it names."""
+    """Returns recipes whose header names a topology, with all devices that it names."""
     places = {}
     for file in sorted(CONFIGS.glob("*.yaml")):
         text = file.read_text()

@@ -40,7 +40,7 @@ STUDIED = [
 MEASURED = [
     file for file in TRAININGS if file in PUBLISHED and "python eval.py" in file.read_text()
 ]
-COMPILED = [file for file in TRAININGS if re.search(r"# Hardware: .*TPU chips", file.read_text())]
+COMPILED = [file for file in TRAININGS if re.search(r"# Hardware: \w+:\S+ \(", file.read_text())]
 MEMORIES = ("cepe", "sharedllm", "beacon", "auto_compressor")
 PARTS = ("Paper", "Reproduces", "Hardware", "Expected", "Data", "Command")
 LLAMA, PHI = preset("llama2-7b"), preset("phi-2")
@@ -89,6 +89,7 @@ def architecture(file: Path) -> ModelConfig:
         "sharedllm_sft_llama3": "llama3-8b",
         "olmo3_7b": "olmo3-7b",
         "olmo3_32b": "olmo3-32b",
+        "qwen3": "qwen3-8b",
         "qwen": "qwen2.5-7b",
     }
     for name, model in later.items():
@@ -224,10 +225,12 @@ def test_the_ropes_of_a_recipe_become_frequencies(file):
         # 128 channels: 8e6^(-126/128), 1.28e8^(-126/128), and 5e5^(-126/128) over 8.
         ("prolong_8b_64k", 65_536, 1, 1.602398e-7, 1.0),
         ("prolong_8b_512k", 524_288, 1, 1.045840e-8, 1.0),
+        ("llama3_8b_512k_qlora", 524_288, 1, 1.045840e-8, 1.0),
         ("olmo3_7b_65k", 65_536, 1, 3.068926e-7, 1.207944),
-        # 5e5^(-126/128) and 1e6^(-126/128).
+        # 5e5^(-126/128) and 1e6^(-126/128); over 32.
         ("llama3_8b_128k", 131_072, 1, 2.455141e-6, 1.0),
         ("glm_7b_128k", 131_072, 1, 1.240938e-6, 1.0),
+        ("qwen3_8b_1m", 1_048_576, 1, 3.877931e-8, 1.346574),
     ],
 )
 def test_a_recipe_is_the_method_that_it_names(name, length, fastest, slowest, scale):
@@ -443,9 +446,9 @@ def hardware(said: str) -> tuple[int, float]:
 
 @pytest.mark.slow_except("pi_7b_32k")  # the others' layers are alike, and tracing takes seconds
 @pytest.mark.parametrize("file", COMPILED, ids=stem)
-def test_a_recipe_for_tpus_divides_them_and_agrees_with_the_estimate_of_its_memory(file):
+def test_a_recipe_divides_its_devices_and_agrees_with_the_estimate_of_its_memory(file):
     name, chips, needed, usable = re.match(
-        r"(\S+) \((\d+) TPU chips\), ([\d.]+) of the ([\d.]+) GB of each as compiled",
+        r"(\S+) \((\d+) (?:TPU chips|GPUs?)\), ([\d.]+) of the ([\d.]+) GB of each as compiled",
         header(file)["Hardware"],
     ).groups()
     topology, recipe = Topology.parse(name), read(file)
@@ -460,15 +463,26 @@ def test_a_recipe_for_tpus_divides_them_and_agrees_with_the_estimate_of_its_memo
     assert least < memory / 1e9 / float(needed) < 1.2
 
 
-def test_other_devices_of_a_recipe_are_divided_and_agree_with_the_estimate_of_its_memory():
-    file = ROOT / "configs" / "pi_7b_32k.yaml"
+@pytest.mark.parametrize(
+    ("name", "topologies"),
+    [
+        ("pi_7b_32k", ["v5p:2x2x1", "h200:8"]),
+        ("prolong_8b_64k", ["h100:8"]),
+        ("prolong_8b_512k", ["h100:8"]),
+        ("qwen3_8b_1m", ["v5p:2x2x2", "v6e:4x4"]),
+    ],
+)
+def test_other_devices_of_a_recipe_are_divided_and_agree_with_the_estimate_of_its_memory(
+    name, topologies
+):
+    file = ROOT / "configs" / f"{name}.yaml"
     parts = header(file)
     flops = float(re.search(r"([\d.e+]+) FLOPs at 40 %", parts["Hardware"])[1])
     others = re.findall(
         r"(\w+:[\dx]+) with ((?:--\S+=\w+ )*--\S+=\w+).*?([\d.]+) of ([\d.]+) GB.*?about (\d+) h",
         parts["Elsewhere"],
     )
-    assert [name for name, *_ in others] == ["v5p:2x2x1", "h200:8"]
+    assert [name for name, *_ in others] == topologies
     for name, words, needed, usable, hours in others:
         topology, recipe = Topology.parse(name), read(file, *words.split())
         mesh = mesh_sizes(recipe.mesh, topology.devices)
