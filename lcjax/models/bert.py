@@ -70,6 +70,7 @@ class BertConfig:
     qkv_bias: ClassVar[bool] = True
     out_bias: ClassVar[bool] = True
     mlp_bias: ClassVar[bool] = True
+    weights: ClassVar[None] = None  # not stored as codes
 
     @property
     def num_kv_heads(self) -> int:
