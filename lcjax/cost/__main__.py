@@ -4,6 +4,9 @@ It estimates the training that a config describes; nothing is loaded or compiled
 are `--topology` (`v5p:2x2x2*4`: four slices), `--length` (default: data.length) and `--mfu`
 (default: 0.4); all other keys are those of train.py.
 
+With `--longest` it prints the longest texts that fit instead, for every word of `model.remat`, with
+and without the optimizer's state in host memory.
+
 `python -m lcjax.cost --compiled --config X --length 8192 --topology v5e:2x2` compiles programs for
 these devices, which need not be present: prefill, a decoding step and a training step; with a cache
 policy (`model.cache`), which training ignores, also the cut at the end of a prompt.
@@ -33,6 +36,7 @@ from lcjax.progress import compiling
 from lcjax.training import TrainConfig, batches, compile_only, estimate
 
 COMPILED = "--compiled"
+FLAGS = ("compiled", "longest")
 PROGRAMS = ("prefill", "cut", "decode", "train")
 PREFILL = 4096  # tokens of a prompt that accelerators read at once
 Columns = dict[str, str]
@@ -46,13 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         config_lib.parse(TrainConfig, ["--help"])
     names = "length", "topology", "programs", *(() if is_compiled else ("mfu",))
     try:
-        positional, options, keys = config_lib.split_options(words, names, ["compiled"])
+        positional, options, keys = config_lib.split_options(words, names, FLAGS)
         words = [*positional, *keys]
         is_local = is_compiled and not options["topology"]  # the devices of this machine
         topology = None if is_local else Topology.parse(options["topology"] or "")
         programs = [name for name in (options.get("programs") or "").split(",") if name]
         if programs and not is_compiled:
             raise InputError("--programs names what --compiled compiles; add it, or leave both out")
+        if options["longest"] is not None and is_compiled:
+            raise InputError("--longest estimates, and --compiled compiles; leave one out")
         for name in programs:
             check_one_of("--programs", name, PROGRAMS)
         mfu = _mfu(options.get("mfu") or str(estimate.MFU))
@@ -65,11 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         jax.config.update("jax_platforms", "cpu")
 
     def run(config: TrainConfig) -> None:
-        fits = (
-            report(config, topology, programs)
-            if is_compiled
-            else estimate.report(config, topology, mfu)
-        )
+        if is_compiled:
+            fits = report(config, topology, programs)
+        elif options["longest"] is not None:
+            fits = estimate.longest_report(config, topology, mfu)
+        else:
+            fits = estimate.report(config, topology, mfu)
         results.append(fits)
 
     code = config_lib.main(TrainConfig, run, words)

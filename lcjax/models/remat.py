@@ -19,7 +19,7 @@ NAMES = ("input", "attention", "product")
 PLACES = ("device", "host")
 # The places of names that are kept. The input of a block is kept in any case, unless on the host.
 # `dots` recomputes elementwise operations, which is cheaper than storing their results.
-_WORDS = {
+WORDS = {
     "none": {},
     "full": {},
     "attention": {"attention": "device"},
@@ -59,13 +59,13 @@ class _Rule(OneOf):
             )
 
 
-Remat = Annotated[str, _Rule(_WORDS)]
+Remat = Annotated[str, _Rule(WORDS)]
 
 
 def places(remat: str) -> dict[str, str]:
     """Returns where each named result is kept, `device` or `host`; others are computed again."""
-    if remat in _WORDS:
-        return _WORDS[remat]
+    if remat in WORDS:
+        return WORDS[remat]
     pairs = (part.split("=") for part in remat.split(","))
     return {name.strip(): place.strip() for name, place in pairs}
 

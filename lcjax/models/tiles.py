@@ -35,6 +35,8 @@ def tile_size(tokens: int, bytes_per_token: int, mesh: jax.sharding.Mesh | None)
     """Returns the number of tokens of a tile, at most `tokens`.
 
     Tiles are equal, or nearly: 1,000 tokens in tiles of at most 600 become 2 x 500, not 600 + 400.
+    At most twice as many tiles as necessary are used if they need no padding, which would copy all
+    tokens: 1,000 tokens in tiles of at most 350 become 4 x 250, not 3 x 334.
 
     Args:
       tokens: number of tokens of a device.
@@ -42,7 +44,9 @@ def tile_size(tokens: int, bytes_per_token: int, mesh: jax.sharding.Mesh | None)
       mesh: the devices; None: the default backend's.
     """
     most = max(1, tile_bytes(_platform(mesh)) // bytes_per_token)
-    return -(-tokens // -(-tokens // most))
+    least = -(-tokens // most)
+    count = next((n for n in range(least, 2 * least) if tokens % n == 0), least)
+    return -(-tokens // count)
 
 
 def _platform(mesh: jax.sharding.Mesh | None) -> str:

@@ -4,10 +4,13 @@ All numbers come from arithmetic on shapes; nothing is loaded or compiled.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
+import tqdm
 
 from lcjax import checkpoints, cost
 from lcjax import config as config_lib
@@ -17,7 +20,7 @@ from lcjax.cost import exchanges
 from lcjax.cost.chips import Topology
 from lcjax.data import loader_bytes
 from lcjax.errors import InputError
-from lcjax.models import PRESETS, ModelConfig, preset
+from lcjax.models import PRESETS, ModelConfig, preset, remat
 from lcjax.models.model_config import HUB
 from lcjax.parallel import sharding
 from lcjax.parallel.device_memory import check_estimate, usable_bytes
@@ -26,6 +29,7 @@ from lcjax.storage import to_path
 from lcjax.training import batches
 from lcjax.training.train_config import TrainConfig, matcher, trainable
 
+MOST_TOKENS = 2**24  # of a longest text; tracing longer ones takes minutes
 # Fraction of the peak that Llama-like models of 7B reach on TPUs and GPUs in good conditions.
 MFU = 0.4
 
@@ -86,6 +90,82 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
         f"{tokens / speed / 3600 * topology.devices:,.0f} chip hours for {tokens:.3g} tokens"
     )
     return fits
+
+
+def longest_report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
+    """Prints the longest texts that fit, by `model.remat`, `train.offload` and context strategy.
+
+    Returns:
+      Whether any text fits.
+    """
+    check_language_model(config)
+    mesh, chip = mesh_sizes(config.mesh, topology.devices), topology.chip
+    shards = mesh.shape["context"]
+    step = 4096 * shards  # kernels copy what is no multiple of their blocks
+    spans = sharding.spans_of_slices(mesh, topology.slices, tpu=topology.tpu)
+    train, lines = config.train, []
+    rows = train.batch_size // train.accumulation
+    remats = dict.fromkeys((config.model.remat or "none", *remat.WORDS))
+    offloads = dict.fromkeys((train.offload, "none", "optimizer"))
+    for kind, offload in tqdm.tqdm(
+        list(itertools.product(remats, offloads)), desc="longest texts", leave=False
+    ):
+        part = dataclasses.replace(config, train=dataclasses.replace(train, offload=offload))
+        model = model_of(part).replace(remat=kind)
+
+        @functools.cache
+        def need(length, part=part, model=model):
+            data = dataclasses.replace(part.data, length=length)
+            own, platform = dataclasses.replace(part, data=data), "tpu" if topology.tpu else "gpu"
+            return training_memory(own, model, mesh, platform)
+
+        longest = _longest(lambda length: need(length).total, chip.usable, step, MOST_TOKENS)
+        cells = [f"{longest:>11,}", f"{need(longest).host / 1e9 if longest else 0:>8,.0f}"]
+        if shards > 1 and longest:
+            # What a strategy holds of others' keys takes the place of tokens.
+            half = longest // 2 // step * step
+            slope = (need(longest).total - (need(half).total if half else 0)) / (longest - half)
+            arguments = model, mesh, spans, topology, longest, rows, mfu
+            for x in exchanges.context_exchanges(*arguments):
+                fewer = longest * slope / (slope + x.gathered / longest)
+                cells.append(f"{x.method} {int(fewer) // 1024 * 1024:,}")
+        lines.append((longest, f"  {kind:10} {offload:10} {'  '.join(cells)}"))
+    print(
+        f"{topology}: longest texts that fit {chip.usable / 1e9:.1f} GB of each {chip.name} by the"
+        f" estimate, {rows} in a microbatch; other settings are those of the config\n"
+        f"  {'remat':10} {'offload':10} {'tokens':>11}  {'host, GB':>8}"
+        + ("  with the keys of other devices that a strategy holds" if shards > 1 else "")
+    )
+    print(*(line for _, line in lines), sep="\n")
+    return any(longest for longest, _ in lines)
+
+
+def _longest(need: Callable[[int], float], usable: float, step: int, most: int) -> int:
+    """Returns the largest multiple of `step` up to `most` that needs at most `usable`, or 0.
+
+    The result may be a 64th too small. `need` rises with the length, and nearly on a line.
+    """
+    low, high, length = 0, 0, step
+    while not high or high - low > max(step, high // 64):
+        if need(length) <= usable:
+            low = length
+        else:
+            high = length
+        if not low:
+            length = high // 2 // step * step
+            if not length:
+                return 0
+        elif not high:
+            if low >= most // step * step:
+                return low
+            length = min(8 * length, most // step * step)
+        else:
+            each = (need(high) - need(low)) / (high - low)
+            guess = low + int((usable - need(low)) / each * 0.995)
+            length = min(max(guess // step * step, low + step), high - step)
+            if length == low:
+                return low
+    return low
 
 
 def _exchange_table(found: list[exchanges.Exchange], layers: int, update: float) -> str:

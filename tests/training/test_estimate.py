@@ -1,5 +1,6 @@
 """Estimates of memory, FLOPs and hours for devices that are not present."""
 
+import functools
 import math
 import re
 
@@ -62,6 +63,7 @@ def test_the_length_given_is_that_of_the_rows(capsys):
         ([], "--topology is missing: name the devices"),
         (["--topology=h200:8", "--mfu=40"], "--mfu=40 must be a share"),
         (["--topology=h200:8", "--programs=train"], "add it, or leave both out"),
+        (["--topology=h200:8", "--longest", "--compiled"], "leave one out"),
         (["--topology=h200:8", "--mesh.fsdp=3"], "set --mesh.fsdp=-1"),
         (["--topology=h200:8", "--train.batch_size=12"], "nearest: 16"),
     ],
@@ -70,6 +72,46 @@ def test_what_cannot_be_estimated_is_one_line(words, message, capsys):
     assert command.main([*LLAMA, *words]) == 2
     output = capsys.readouterr().err
     assert message in output and output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "need",
+    [
+        lambda length: 5e9 + 37_000 * length,
+        lambda length: 5e9 + max(37_000 * length, 90_000 * (length - 300_000)),  # two pieces
+        lambda length: 1e9 + 10_000 * length + length**2 / 100,
+        lambda length: 80e9 - 1 + length // 5000,  # hardly fits
+        lambda length: 81e9 + length,
+    ],
+)
+def test_the_longest_text_is_found_with_few_estimates(need):
+    asked = []
+
+    def counted(length):
+        asked.append(length)
+        return need(length)
+
+    usable, step = 80e9, 1024
+    found = estimate._longest(functools.cache(counted), usable, step, 10**8)
+    assert found % step == 0 and len(asked) < 16
+    assert found == 0 or need(found) <= usable
+    assert need(found + max(step, found // 32)) > usable
+    assert estimate._longest(need, usable, step, 5000) == min(found, 4096)
+
+
+@pytest.mark.slow
+def test_the_longest_texts_of_a_machine_are_printed_by_remat(capsys, monkeypatch):
+    words = {name: estimate.remat.WORDS[name] for name in ("full", "offload")}
+    monkeypatch.setattr(estimate.remat, "WORDS", words)
+    words = ["--model.preset=llama2-7b", "--model.remat=full", "--train.batch_size=1"]
+    words += ["--train.accumulation=1", "--mesh.context=8", "--mesh.fsdp=1"]
+    assert command.main([*words, "--topology=h100:8", "--longest"]) == 0
+    title, _, *rows = capsys.readouterr().out.splitlines()
+    assert title.startswith("h100:8: longest texts that fit 81.6 GB of each h100")
+    tokens = {tuple(row.split()[:2]): int(row.split()[2].replace(",", "")) for row in rows}
+    assert 100_000 < tokens["full", "none"] < tokens["full", "optimizer"]
+    assert tokens["full", "optimizer"] < tokens["offload", "none"] < tokens["offload", "optimizer"]
+    assert all("all_to_all" in row and "all_gather" in row for row in rows)
 
 
 @pytest.mark.parametrize(("main", "words"), [(command.main, []), (train_main, ["--compile_only"])])
