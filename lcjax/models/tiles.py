@@ -141,8 +141,10 @@ def _spec(
 def _gathered(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """All-gathers a weight inside a `shard_map`; its gradient is reduce-scattered."""
     for dimension, cut in enumerate(spec):
-        if axes := spread_over(PartitionSpec(cut)):
-            x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
+        # One axis after the other, the innermost first: libtpu sums the gradient of all devices
+        # whole where a single reduce-scatter spans two axes.
+        for axis in reversed(spread_over(PartitionSpec(cut))):
+            x = jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
     return x
 
 
