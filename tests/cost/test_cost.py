@@ -237,13 +237,12 @@ def test_activations_grow_with_the_rows_of_a_device_and_shrink_with_recomputing(
     one = Mesh(fsdp=1)
     full, dots, none = (activations(remat, 1, one) for remat in ("full", "dots", "none"))
     assert 3 * full < none and full < dots < none
-    several, longer = activations("none", 4, one), activations("none", 1, one, length=4096)
-    assert several == pytest.approx(4 * none, rel=0.1) == longer
+    for several in (activations("none", 4, one), activations("none", 1, one, length=4096)):
+        assert several == pytest.approx(4 * none, rel=5e-3)
     spread = Mesh(data=4, fsdp=1)
     assert activations("none", 4, spread) == none
-    assert activations("none", 5, spread) == activations(
-        "none", 2, one
-    )  # a row more is one more on every device
+    # A row more is one more on every device.
+    assert activations("none", 5, spread) == activations("none", 2, one)
 
 
 def test_products_of_16_bits_are_kept_in_16_bits():

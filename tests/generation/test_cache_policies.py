@@ -863,7 +863,9 @@ def test_a_window_beside_a_chunk_policy_counts_no_padding(lm):
 
 
 def test_a_question_after_a_prefix_does_not_move_the_cuts_of_other_rows(lm):
-    lm = lm.with_method(cache=SnapKV(tokens=40, window=8, every=70))
+    # Without pooling, by which a large weight would give its neighbours scores that are equal but
+    # for rounding.
+    lm = lm.with_method(cache=SnapKV(tokens=40, window=8, pool=1, every=70))
     context, questions = text(1, 90), [text(2, 3), text(3, 100)]
     prefix, prompts = read_prefix(lm, context), [context + question for question in questions]
     held = []
@@ -876,10 +878,7 @@ def test_a_question_after_a_prefix_does_not_move_the_cuts_of_other_rows(lm):
             session.read(tokens, None, places)
             if step in (8, 69, 71):
                 held.append(order_indices(session.cache))
-    assert held[:2] == held[3:5]
-    # Scores of a cut that are equal but for rounding may be in another order.
-    other = [len({*x} - {*y}) for x, y in zip(held[2], held[5], strict=True)]
-    assert sum(other) <= 0.05 * sum(map(len, held[2]))
+    assert held[:3] == held[3:]
     assert [len(layer[0]) for layer in held] == [52, 113, 42] * 2
 
 
