@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from lcjax import cost
+from lcjax.attention import Sliding
 from lcjax.cost.liveness import peak_bytes
-from lcjax.models import Decoder, head, preset
+from lcjax.models import Decoder, LayerKind, head, preset
 from lcjax.models.loss import cross_entropy
 from lcjax.models.remat import policy
 from lcjax.parallel.sharding import Mesh
@@ -113,27 +114,33 @@ def test_a_cpu_computes_with_half_precision_as_float32():
     assert sizes == [1, 2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "attention", "dots", "full"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_training_step_has_the_memory_that_the_cpu_compiler_gives_it(remat, dtype):
-    config = preset("tiny").replace(
-        num_layers=4,
-        scan_layers=True,
-        width=256,
-        mlp_width=704,
-        vocab_size=4096,
-        remat=remat,
-        dtype=dtype,
-    )
+def estimated_and_compiled(config, length):
+    """Bytes of activations of two texts: as estimated, and as XLA for CPUs allocates them."""
+    config = config.replace(scan_layers=True)
     model = Decoder(config)
 
     def loss(params, tokens):
         hidden = model.apply({"params": params}, tokens).hidden
         return cross_entropy(hidden, head(params, config), tokens, jnp.ones(tokens.shape))[0]
 
-    tokens = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((2, length), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
     compiled = jax.jit(jax.grad(loss)).lower(params, tokens).compile().memory_analysis()
-    found = cost.training_memory(config, 4096, 2, Mesh(fsdp=1), platform="cpu").activations
-    assert found == pytest.approx(compiled.temp_size_in_bytes, rel=0.1)
+    memory = cost.training_memory(config, length, 2, Mesh(fsdp=1), platform="cpu")
+    return memory.activations, compiled.temp_size_in_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "attention", "dots", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_training_step_has_the_memory_that_the_cpu_compiler_gives_it(remat, dtype):
+    config = preset("tiny").replace(num_layers=4, width=256, mlp_width=704, vocab_size=4096)
+    estimated, compiled = estimated_and_compiled(config.replace(remat=remat, dtype=dtype), 4096)
+    assert estimated == pytest.approx(compiled, rel=0.1)
+
+
+def test_layers_of_several_kinds_have_the_memory_that_the_cpu_compiler_gives_them():
+    kinds = LayerKind(2, pattern=Sliding(window=10)), LayerKind()
+    config = preset("tiny").replace(num_layers=6, layers=kinds)
+    estimated, compiled = estimated_and_compiled(config, 1024)
+    assert estimated == pytest.approx(compiled, rel=0.05)
