@@ -40,7 +40,8 @@ STUDIED = [
 MEASURED = [
     file for file in TRAININGS if file in PUBLISHED and "python eval.py" in file.read_text()
 ]
-COMPILED = [file for file in TRAININGS if re.search(r"# Hardware: \w+:\S+ \(", file.read_text())]
+_COMPILED = r"# Hardware: \w+:\S+ \(\d+ (?:TPU chips|GPUs?)\),"
+COMPILED = [file for file in TRAININGS if re.search(_COMPILED, file.read_text())]
 MEMORIES = ("cepe", "sharedllm", "beacon", "auto_compressor")
 PARTS = ("Paper", "Reproduces", "Hardware", "Expected", "Data", "Command")
 LLAMA, PHI = preset("llama2-7b"), preset("phi-2")
@@ -458,8 +459,8 @@ def test_a_recipe_divides_its_devices_and_agrees_with_the_estimate_of_its_memory
     mesh = mesh_sizes(recipe.mesh, topology.devices)
     batches.check_rows(recipe, mesh.shape)
     memory = estimate.training_memory(recipe, estimate.model_of(recipe), mesh).total
-    # These were compiled before MLPs computed tiles, which the estimate counts.
-    least = {"olmo3_32b_65k": 0.45, "ntk_phi2_64k": 0.65}.get(file.stem, 0.7)
+    # 0.63, for a reason that nobody has found yet
+    least = 0.6 if file.stem == "olmo3_32b_65k" else 0.75
     assert least < memory / 1e9 / float(needed) < 1.2
 
 

@@ -355,14 +355,17 @@ def training_memory(
     weights = {path: size for path, (_, size) in counts.items()}
     moments = {path: (12 if average else 8) * count for path, count in trained_counts.items()}
     offloaded = [weights] * (offload == "parameters") + [moments] * (offload != "none")
+    platform, gradients = platform or _platform(mesh), 4 * sum(trained_counts.values())
     activations, host = _backward_bytes(
-        *(config, sizes, rows_of_device(rows, sizes), length, context, trained),
-        platform=platform or _platform(mesh),
+        *(config, sizes, rows_of_device(rows, sizes), length, context, trained), platform=platform
     )
+    # libtpu keeps parts of gradients also in layouts that pad axes which many devices share. With
+    # this many bytes the estimates agree best.
+    activations += gradients if platform == "tpu" else 0
     return MemoryEstimate(
         weights=_resident_bytes(config, weights, offload == "parameters"),
         # Sums over microbatches, and those of one.
-        gradients=4 * sum(trained_counts.values()) * (2 if accumulates else 1),
+        gradients=gradients * (2 if accumulates else 1),
         optimizer=_resident_bytes(config, moments, offload != "none"),
         host=host + sum(map(sum, (_offloadable_bytes(config, x).values() for x in offloaded))),
         activations=activations,

@@ -232,7 +232,7 @@ def test_activations_grow_with_the_rows_of_a_device_and_shrink_with_recomputing(
 
     def activations(remat, rows, mesh, length=1024):
         own = config.replace(remat=remat)
-        return cost.training_memory(own, length, rows, mesh).activations
+        return cost.training_memory(own, length, rows, mesh, platform="gpu").activations
 
     one = Mesh(fsdp=1)
     full, dots, none = (activations(remat, 1, one) for remat in ("full", "dots", "none"))
