@@ -5,6 +5,7 @@ from lcjax.attention.bigbird import BigBird
 from lcjax.attention.budgets import (
     AcrossLayers,
     AdaptiveHeads,
+    AdaptiveOriginal,
     Composite,
     Critical,
     HeadBudget,
@@ -63,14 +64,15 @@ from lcjax.attention.streaming import Streaming
 from lcjax.attention.vertical_slash import VerticalSlash
 
 __all__ = [
-    "H2O", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AttentionMetadata", "Bidirectional",
-    "BigBird", "CacheMethod", "CachePolicy", "Candidates", "Cap", "Causal", "Channels", "Chunked",
-    "Compactor", "Composite", "Critical", "Cur", "Disentangled", "DualChunk", "DuoAttention",
-    "Exact", "ExpectedAttention", "Finch", "Fp8", "HeadBudget", "HeadRates", "InfLLM", "Int8",
-    "KVCompose", "KVzip", "KeepAll", "KeyDiff", "Kivi", "Knorm", "LMInfinite", "LagKV",
-    "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios", "Leverage", "Longformer", "Merging",
-    "NonCausal", "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal",
-    "QFilter", "Quest", "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "SimLayerKV",
-    "Sliding", "SnapKV", "SparseTransformer", "Storage", "Streaming", "StreamingCache", "ThinK",
-    "Threshold", "Tova", "TransformerXL", "TurboQuant", "VerticalSlash", "order_indices",
+    "H2O", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AdaptiveOriginal", "AttentionMetadata",
+    "Bidirectional", "BigBird", "CacheMethod", "CachePolicy", "Candidates", "Cap", "Causal",
+    "Channels", "Chunked", "Compactor", "Composite", "Critical", "Cur", "Disentangled", "DualChunk",
+    "DuoAttention", "Exact", "ExpectedAttention", "Finch", "Fp8", "HeadBudget", "HeadRates",
+    "InfLLM", "Int8", "KVCompose", "KVzip", "KeepAll", "KeyDiff", "Kivi", "Knorm", "LMInfinite",
+    "LagKV", "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios", "Leverage", "Longformer",
+    "Merging", "NonCausal", "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid",
+    "PyramidOriginal", "QFilter", "Quest", "Random", "ReRoPE", "Seen", "SelfExtend",
+    "ShiftedSparse", "SimLayerKV", "Sliding", "SnapKV", "SparseTransformer", "Storage", "Streaming",
+    "StreamingCache", "ThinK", "Threshold", "Tova", "TransformerXL", "TurboQuant", "VerticalSlash",
+    "order_indices",
 ]  # fmt: skip

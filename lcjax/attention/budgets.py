@@ -202,6 +202,40 @@ class AdaptiveHeads(HeadBudget):
         return (stays.reshape(best.shape) & is_token).sum(-1, dtype=jnp.int32)
 
 
+@HeadBudget.register_subclass("adaptive_original")
+@dataclasses.dataclass(frozen=True)
+class AdaptiveOriginal(HeadBudget):
+    """Ada-KV as in its authors' code: each head keeps a mixture of its share and an equal one.
+
+    Tokens that always stay, such as SnapKV's window, are apart. If heads keep b others each, and of
+    the K b best of all heads c are those of one head, that head keeps
+    round(c (1 - floor) + int(b floor)) of them, so the sum over heads may differ from K b by
+    rounding. The paper has a floor of 0.2, and the example in the authors' README 0.5.
+    """
+
+    floor: Fraction = 0.2
+    # Whether scores are first multiplied by the part of their sum that the best b of a head have
+    normalized: bool = False
+
+    def counts(self, scores, counts, most, slots, layer):
+        best = jax.lax.top_k(scores, min(most, scores.shape[-1]))[0]
+        is_safe = jnp.isposinf(best)
+        protected = is_safe.sum(-1, dtype=jnp.int32)
+        base = jnp.maximum(counts - protected, 0)
+        ranked = jnp.where(is_safe, -jnp.inf, best)
+        if self.normalized:
+            place = jnp.arange(best.shape[-1]) - protected[..., None]
+            is_base = jnp.isfinite(best) & (place < base[..., None])
+            whole = jnp.where(jnp.isfinite(scores), scores, 0).sum(-1)
+            part = jnp.where(is_base, best, 0).sum(-1) / jnp.maximum(whole, 1e-30)
+            ranked = jnp.where(jnp.isfinite(ranked), ranked * part[..., None], ranked)
+        stays = _greatest(ranked.reshape(len(best), -1), base.sum(-1)).reshape(best.shape)
+        shares = (stays & (ranked > -jnp.inf)).sum(-1)
+        equal = np.floor(self.floor * np.arange(scores.shape[-1] + 1)).astype(np.float32)
+        mixed = jnp.round(shares * (1 - self.floor) + jnp.asarray(equal)[base])
+        return mixed.astype(jnp.int32) + protected
+
+
 @HeadBudget.register_subclass("across_layers")
 @dataclasses.dataclass(frozen=True)
 class AcrossLayers(AdaptiveHeads):

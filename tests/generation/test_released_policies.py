@@ -148,6 +148,22 @@ def test_a_text_is_read_by_chunks_as_in_the_released_code(golden_lm, case, base,
     np.testing.assert_allclose(lm.logits(ids), arrays[f"{case}.logits"], atol=2e-4)
 
 
+@pytest.mark.parametrize("golden_lm", ["llama"], indirect=True)
+def test_turns_of_different_length_are_cut_as_in_the_released_code(golden_lm):
+    document, arrays = golden()
+    of, ids = document["cases"]["chunked.tova"]["params"], arrays["base.llama96.ids"]
+    lm = golden_lm.with_method(cache=Tova(tokens=of["target"]))
+    start, *calls = of["calls"]
+    session = read_session(lm, ids[:, :start], sum(calls))
+    for size in calls:
+        places = np.arange(start, start + size)[None]
+        logits = session.read(ids[:, start : start + size], None, places)
+        start += size
+        expected = arrays["chunked.tova.logits"][:, start - 1]
+        np.testing.assert_allclose(logits, expected, atol=2e-4)
+        session.end_prompt(ids.shape[1] - start, max(calls))
+
+
 @pytest.mark.slow_except("decoding.knorm", "duo_attention.half")
 @pytest.mark.parametrize(
     ("golden_lm", "case", "make"),
