@@ -16,6 +16,7 @@ from pallas_kernels import gather, tables
 from pallas_kernels.biases import Alibi, Bias, RelativeBias, alibi_slopes
 from pallas_kernels.explanations import explain
 from pallas_kernels.flash import decode, flash
+from pallas_kernels.folded import FoldedHeads
 from pallas_kernels.landmark import landmark_attention
 from pallas_kernels.masks import (
     Mask,
@@ -48,6 +49,7 @@ __all__ = [
     "Bias",
     "BlockTable",
     "Floats",
+    "FoldedHeads",
     "Layout",
     "Mask",
     "PerHead",

@@ -55,6 +55,7 @@ from pallas_kernels.explanations import (
     current_explanations,
     record_blocks,
 )
+from pallas_kernels.folded import FoldedHeads, as_rows
 from pallas_kernels.masks import Mask, by_heads
 from pallas_kernels.quantised import is_quantised
 from pallas_kernels.tables import BlockTable, from_mask, restrict
@@ -138,6 +139,7 @@ def join_heads(results: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Arra
 
 def _some_heads(q, k, v, operands: Operands, spec: Spec, start: int, count: int):
     """Returns (q, k, v, operands, spec) of `count` query heads from `start` on."""
+    k, v = as_rows((k, v))
     key_heads, group = k.shape[2], q.shape[2] // k.shape[2]
     first, num_keys = start // group, -(-count // group)
 
@@ -228,6 +230,7 @@ class Backend(NamedTuple):
     needs_check: bool = False  # runs only if it is named or has passed the self-check
     takes_d_lse: bool = True  # False: its backward pass runs only if nothing depends on lse
     deterministic: bool = True  # False: gradients may differ in bits between two runs
+    reads_folded: bool = False  # whether k and v may be `FoldedHeads`
 
     def load(self):
         return importlib.import_module(self.module)
@@ -236,7 +239,12 @@ class Backend(NamedTuple):
 # `choose` takes, on each platform, the first one in its order that can run the inputs there;
 # "default" stands for every platform that has no entry.
 BACKENDS = {
-    "xla": Backend("pallas_kernels.backends.xla.attention", ("cpu", "default"), portable=True),
+    "xla": Backend(
+        "pallas_kernels.backends.xla.attention",
+        ("cpu", "default"),
+        portable=True,
+        reads_folded=True,
+    ),
     "tpu": Backend("pallas_kernels.backends.tpu.attention", ("tpu",)),
     "triton": Backend("pallas_kernels.backends.triton.attention", ("cuda",), needs_check=True),
     "mosaic_gpu": Backend(
@@ -465,10 +473,10 @@ def differentiable(forward: Callable, backward: Callable, name: str | None = Non
         return forward((q, k, v), operands, static)
 
     def save(q, k, v, operands, static):
-        if is_quantised(k, v):
+        if is_quantised(k, v) or any(isinstance(x, FoldedHeads) for x in (k, v)):
             raise NotImplementedError(
-                "keys and values given as codes have no gradient; differentiate attention over"
-                " arrays"
+                "keys and values given as codes, or as FoldedHeads, have no gradient; differentiate"
+                " attention over arrays"
             )
         q, k, v, operands = custom_vjp_primal_tree_values((q, k, v, operands))
         out, lse = _once_differentiable(forward, (q, k, v), operands, static)
@@ -521,7 +529,7 @@ def choose_and_run(direction: str, arrays, operands: Operands, static: tuple[str
     """
     name, spec = static
     d_lse = direction == "backward" and arrays[-1] is not None
-    choice = choose(name, *arrays[:3], operands, spec, direction, d_lse)
+    choice = choose(name, *as_rows(arrays[:3]), operands, spec, direction, d_lse)
     return run(direction, choice, arrays, operands, spec)
 
 
@@ -537,12 +545,18 @@ def run(direction: str, choice, arrays, operands, spec):
 
 def _run_narrow(choice: dict[str, str], direction: str, arrays, operands, spec):
     """Runs a pass in 32 bits: kernels and XLA's loops count and sum so, even under x64."""
-    branches = {
-        platform: functools.partial(
-            getattr(FAMILIES[spec.family][name].load(), direction), spec=spec, platform=platform
-        )
-        for platform, name in choice.items()
-    }
+
+    def branch_of(platform, name):
+        backend = FAMILIES[spec.family][name]
+        pass_ = getattr(backend.load(), direction)
+
+        def branch(*inputs):
+            inputs = inputs if backend.reads_folded else as_rows(inputs)
+            return pass_(*inputs, spec=spec, platform=platform)
+
+        return branch
+
+    branches = {platform: branch_of(platform, name) for platform, name in choice.items()}
     narrow, operands = jax.tree.map(_in_32_bits, (arrays, operands))
     with jax.enable_x64(False):
         if len(branches) > 1:

@@ -16,6 +16,7 @@ from pallas_kernels import dispatch, reference
 from pallas_kernels.arguments import check_arrays, check_options, on_any_mesh
 from pallas_kernels.biases import Bias
 from pallas_kernels.dispatch import Constant, Operands, Spec, join_heads, split_heads
+from pallas_kernels.folded import FoldedHeads, as_rows
 from pallas_kernels.masks import Mask, everything
 from pallas_kernels.online_softmax import with_sinks
 from pallas_kernels.quantised import Quantised, dequantise, swap_heads
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 @on_any_mesh
 def flash(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"] | Quantised,
-    v: Float[Array, "B S K Hv"] | Quantised,
+    k: Float[Array, "B S K H"] | Quantised | FoldedHeads,
+    v: Float[Array, "B S K Hv"] | Quantised | FoldedHeads,
     mask: Mask | None = None,
     *,
     scale: float | None = None,
@@ -57,8 +58,9 @@ def flash(
 
     Args:
       q: queries; N is a multiple of K.
-      k: keys, as an array or as codes (`pallas_kernels.quantised`), which have no gradient.
-      v: values, as an array or as codes.
+      k: keys, as an array, as codes (`pallas_kernels.quantised`), or as an array whose heads are
+        rows (`FoldedHeads`); the last two have no gradient.
+      v: values, as one of these.
       mask: a rule over order indices (`pallas_kernels.masks`), for all heads or per head; None
         shows all keys.
       scale: None means H ** -0.5.
@@ -107,7 +109,7 @@ def flash(
     positions = _rows(q_index), _rows(k_index), q_segments, k_segments
     if implementation == dispatch.REFERENCE:
         options = dict(soft_cap=soft_cap, bias=bias, sinks=sinks, table=table)
-        k, v = (dequantise(x, q.dtype) for x in (k, v))
+        k, v = (dequantise(x, q.dtype) for x in as_rows((k, v)))
         return reference.attention(q, k, v, *positions, mask=mask, scale=scale, **options)
     static = table is not None and table.static
     operands = Operands(*positions, bias, None if static else table)
@@ -118,7 +120,7 @@ def flash(
             results.append(_attention(*arrays, (implementation, spec_of_heads)))
         out, lse = join_heads(results)
     else:
-        out, lse = over_mesh(q, k, v, operands, spec, implementation, layout)
+        out, lse = over_mesh(q, *as_rows((k, v)), operands, spec, implementation, layout)
     if table is not None and table.overflow is not None:
         out, lse = (jnp.where(table.overflow, jnp.nan, x).astype(x.dtype) for x in (out, lse))
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)

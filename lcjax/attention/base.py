@@ -24,7 +24,18 @@ from lcjax.attention.inserted import InsertedTokens
 from lcjax.attention.relative import RelativeTerms
 from lcjax.errors import InputError, check_fields
 from lcjax.rope.rotation import Rotation, no_rotation
-from pallas_kernels import Alibi, Bias, Layout, Mask, Quantised, causal, flash, merge, window
+from pallas_kernels import (
+    Alibi,
+    Bias,
+    FoldedHeads,
+    Layout,
+    Mask,
+    Quantised,
+    causal,
+    flash,
+    merge,
+    window,
+)
 
 # How a model encodes positions: rotations, biases of logits, absolute embeddings.
 POSITIONS = ("rope", "alibi", "t5", "transformer_xl", "deberta", "sinusoidal", "learned")
@@ -462,9 +473,13 @@ def _attend_folded(
     group = heads // kv_heads
     q = q.reshape(rows, length, kv_heads, group, size).swapaxes(1, 2)
     q = q.reshape(rows * kv_heads, length, group, size)
-    keys, values, channels, new_keys = jax.tree.map(
-        lambda x: x.reshape(rows * kv_heads, x.shape[2], 1, -1), (keys, values, channels, new_keys)
-    )
+
+    def fold(x):
+        if channels is None and isinstance(x, jax.Array):
+            return FoldedHeads(x)
+        return jax.tree.map(lambda part: part.reshape(rows * kv_heads, part.shape[2], 1, -1), x)
+
+    keys, values, channels, new_keys = map(fold, (keys, values, channels, new_keys))
     index = index.reshape(rows * kv_heads, slots)
 
     def each_head(x):

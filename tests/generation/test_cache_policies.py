@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -25,7 +26,16 @@ from small_norm import SmallNorm
 
 import lcjax
 from lcjax import cost
-from lcjax.attention import CachePolicy, Channels, Critical, Landmark, Merging, Sliding, Threshold
+from lcjax.attention import (
+    AdaptiveHeads,
+    CachePolicy,
+    Channels,
+    Critical,
+    Landmark,
+    Merging,
+    Sliding,
+    Threshold,
+)
 from lcjax.attention.cache import FullCache, Prompt
 from lcjax.attention.policies import (
     Cap,
@@ -56,7 +66,7 @@ from lcjax.evaluation.measure import Stopwatch
 from lcjax.evaluation.split import ReplugSplit
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.readings import Readings
-from lcjax.generation.session import lower_cut
+from lcjax.generation.session import lower_cut, lower_read
 from lcjax.generation.shared_prefix import QueryAgnostic, QueryAware
 from lcjax.models import Decoder, LayerKind
 from lcjax.models import cache as cache_lib
@@ -323,6 +333,29 @@ def test_each_device_cuts_its_heads(policy):
     received = sum(traffic.bytes for traffic in collectives(compiled.as_text()).values())
     keys = 4 * 2 * 256 * 16 * 4
     assert received <= keys / 4  # scores and places, which compilers gather to sort them
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SnapKV(tokens=512, window=8),
+        pytest.param(KeyDiff(tokens=1024, heads=AdaptiveHeads()), marks=pytest.mark.slow),
+        pytest.param(Knorm(tokens=512, critical=Critical()), marks=pytest.mark.slow),
+        pytest.param(ExpectedAttention(tokens=512), marks=pytest.mark.slow),
+        pytest.param(Newest(tokens=512, positions="consecutive"), marks=pytest.mark.slow),
+    ],
+    ids=named,
+)
+def test_a_generated_token_copies_no_cache(policy, rows):
+    config = TINY.replace(cache=policy, num_layers=1)
+    mesh = make_mesh(Mesh(fsdp=1), jax.devices()[:1])
+    program = lower_read(config, mesh, rows, 4096, 1).compile().as_text()
+    _, entry = program.split("ENTRY ")
+    shapes = re.findall(r"copy[.\d]* = \w+\[([\d,]+)\]", entry)  # copies and fusions of one
+    sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
+    keys = rows * TINY.num_kv_heads * 512 * TINY.head_dim
+    assert max(sizes, default=0) < keys
 
 
 def test_layers_with_a_window_are_left_alone(lm):

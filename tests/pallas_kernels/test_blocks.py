@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import Alibi, causal, flash, window
+from pallas_kernels import Alibi, FoldedHeads, causal, flash, window
 from pallas_kernels.backends.xla import attention as _xla
 from pallas_kernels.backends.xla import blocks as _xla_blocks
 from pallas_kernels.dispatch import Operands, Spec
@@ -208,3 +208,35 @@ def test_a_cpu_sums_products_without_an_axis_of_1():
     sums = re.findall(r"= f32\[([\d,]*)\]\S* reduce\(", program.as_text())
     assert sums == ["24,3"]  # not 1,24,3
     np.testing.assert_allclose(program(x, y, None), (x * y).sum(-1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("heads", "scores"), [(6, 1), (6, 700), (4, 2500), (1, 2500)])
+def test_heads_that_are_rows_are_read_where_a_cache_has_them(heads, scores):
+    """All ways to loop over them: some heads of a text, all heads of some texts, and odd sizes."""
+    texts, slots = 3, 37
+    rng = np.random.default_rng(heads)
+    cache = rng.normal(size=(2, texts, heads, slots, 16)).astype(np.float32)
+    q = rng.normal(size=(texts * heads, 2, 4, 16)).astype(np.float32)
+    index = rng.integers(0, 60, (texts * heads, slots)).astype(np.int32)
+    segments = np.ones((texts * heads, 2), np.int32), rng.integers(0, 2, index.shape)
+    q_index = np.full((texts * heads, 2), [40, 50], np.int32)
+    operands = Operands(q_index, index, segments[0], segments[1].astype(np.int32))
+    spec, blocks = Spec(causal(), 0.3), _xla_blocks.BlockSizes(16, 8, scores)
+    found = jax.jit(lambda q, *x: _xla.forward(q, *x, operands, spec, blocks=blocks))(
+        q, *map(FoldedHeads, cache)
+    )
+    places = dict(zip(("q_index", "k_index", "q_segments", "k_segments"), operands))
+    expected = flash(
+        q, *(x.reshape(texts * heads, slots, 1, 16) for x in cache), causal(), scale=0.3,
+        implementation="reference", **places,
+    )  # fmt: skip
+    assert_close(found, expected)
+    for options in ({}, {"implementation": "reference"}, {"splits": 3}):
+        whole = flash(q, *map(FoldedHeads, cache), causal(), scale=0.3, **places, **options)
+        assert_close(whole, expected)
+
+
+def test_heads_that_are_rows_have_no_gradient():
+    q, cache = np.ones((6, 2, 2, 8), np.float32), FoldedHeads(jnp.ones((2, 3, 5, 8)))
+    with pytest.raises(NotImplementedError, match="FoldedHeads, have no gradient"):
+        jax.grad(lambda x: flash(x, cache, cache)[0].sum())(q)

@@ -25,6 +25,7 @@ from pallas_kernels.dispatch import (
     visible_blocks,
 )
 from pallas_kernels.explanations import KernelBlocks
+from pallas_kernels.folded import FoldedHeads
 from pallas_kernels.masks import Mask
 from pallas_kernels.online_softmax import row_cotangent
 from pallas_kernels.quantised import Floats, read_slots, swap_heads
@@ -101,7 +102,10 @@ def make_tiling(q, k, blocks: BlockSizes, table=None) -> Tiling:
     (b, t, n), (s, heads) = q.shape[:3], k.shape[1:3]
     group, batch, chunk_heads = n // heads, b, heads
     if table is None:
-        (nq, bq), (nk, bk) = _even(t, blocks.q), _even(-(-s // unit), max(blocks.k // unit, 1))
+        most = blocks.k
+        if isinstance(k, FoldedHeads):  # else the one block is a reshaped cache (`folded.py`)
+            most = min(most, -(-s // 2))
+        (nq, bq), (nk, bk) = _even(t, blocks.q), _even(-(-s // unit), max(most // unit, 1))
         bk *= unit
     else:
         bq, bk = table.q_block, table.k_block
@@ -114,7 +118,9 @@ def make_tiling(q, k, blocks: BlockSizes, table=None) -> Tiling:
     if blocks.scores is not None:
         fit = blocks.scores // (bq * group * bk)
         chunk_heads = _largest_divisor(heads, fit)
-        batch = _largest_divisor(b, fit // heads)
+        # Rows that are heads of a cache are a part of one text's, or those of some texts.
+        of_text = k.array.shape[1] if isinstance(k, FoldedHeads) else 1
+        batch = _largest_divisor(b, fit // heads, of_text)
     if table is not None:
         rows, table_heads = table.seen.shape[:2]
         batch, chunk_heads = batch if rows == 1 else 1, chunk_heads if table_heads == 1 else 1
@@ -165,8 +171,10 @@ def _even(length: int, block: int) -> tuple[int, int]:
     return count, -(-length // count)
 
 
-def _largest_divisor(n: int, most: int) -> int:
-    return max(d for d in range(1, n + 1) if n % d == 0 and d <= max(1, most))
+def _largest_divisor(n: int, most: int, unit: int = 1) -> int:
+    """Returns the largest divisor of `n` up to `most` that divides `unit` or is a multiple."""
+    divisors = (d for d in range(1, max(1, min(n, most)) + 1) if n % d == 0)
+    return max(d for d in divisors if d % unit == 0 or unit % d == 0)
 
 
 class Positions(NamedTuple):
@@ -233,8 +241,10 @@ def pad(x, length: int, value=0):
 
 
 def heads_first(x, tiling: Tiling):
-    """[B, S, K, H] -> [B, K, S, H], padded to whole blocks."""
+    """[B, S, K, H] -> [B, K, S, H], padded to whole blocks; folded heads stay folded."""
     slots = x.shape[1]
+    if isinstance(x, FoldedHeads):
+        return FoldedHeads(swap_heads(pad(swap_heads(x.array), tiling.nk * tiling.bk)))
 
     def of_array(part):
         return swap_heads(pad(part, tiling.nk * tiling.bk * part.shape[1] // slots))
@@ -254,6 +264,12 @@ def query_block(x, tiling: Tiling, chunk, i):
 
 def key_block(x, tiling: Tiling, chunk, j):
     """Returns block j [batch, heads, bk / n, H] of x [B, K, S / n, H]."""
+    if isinstance(x, FoldedHeads):
+        _, heads, _, width = x.array.shape
+        row, head = divmod(chunk_start(tiling, chunk).row, heads)
+        size = max(tiling.batch // heads, 1), min(tiling.batch, heads), tiling.bk, width
+        block = lax.dynamic_slice(_wide(x.array), (row, head, j * tiling.bk, 0), size)
+        return block.reshape(tiling.batch, 1, tiling.bk, width)
     size = tiling.bk * x.shape[2] // (tiling.nk * tiling.bk)
     first = (*chunk_start(tiling, chunk), j * size, 0)
     return lax.dynamic_slice(_wide(x), first, (tiling.batch, tiling.heads, size, x.shape[3]))
@@ -265,7 +281,11 @@ def read_block(x, tiling: Tiling, chunk, j, dtype) -> Floats:
     Args:
       dtype: that of the queries. float16 is read as float32 (`_wide`).
     """
-    block = jax.tree.map(lambda part: key_block(part, tiling, chunk, j), x)
+    block = jax.tree.map(
+        lambda part: key_block(part, tiling, chunk, j),
+        x,
+        is_leaf=lambda part: isinstance(part, FoldedHeads),
+    )
     return read_slots(block, jnp.dtype("float32") if dtype == jnp.float16 else dtype)
 
 
