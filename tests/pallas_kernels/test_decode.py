@@ -114,7 +114,7 @@ def test_steps_at_new_places_are_one_program():
 
 def test_codes_have_no_gradient():
     (q, keys, values), options = build(Case(codes="int8"))
-    with pytest.raises(NotImplementedError, match="given as codes, or as FoldedHeads, have no gradient"):
+    with pytest.raises(NotImplementedError, match="codes, or as FoldedHeads, have no gradient"):
         jax.grad(lambda q: decode(q, keys, values, causal(), **options)[0].sum())(q)
 
 
