@@ -87,15 +87,15 @@ def context_exchanges(
       mfu: fraction of the peak that products with keys and values reach.
     """
     near = mesh.shape[LENGTH] // spans[LENGTH]
-    links, found = _Links.of(topology, mesh.shape, spans), []
+    links, predicted = _Links.of(topology, mesh.shape, spans), []
     for method in filter(lambda choice: choice != "auto", CHOICES):
         try:
             plan = config.replace(context_parallel=method).context_strategy(mesh, length, near)
         except InputError:
             continue  # heads that cannot be shared
         if method != "usp" or plan.group < mesh.shape[LENGTH]:  # else it is all_to_all
-            found.append(_exchange(config, mesh.shape, links, plan, length, rows, mfu))
-    return found
+            predicted.append(_exchange(config, mesh.shape, links, plan, length, rows, mfu))
+    return predicted
 
 
 def _exchange(config, sizes, links: "_Links", plan, length: int, rows: int, mfu: float) -> Exchange:

@@ -273,7 +273,9 @@ class _Program:
             if not result.is_weight:
                 return _Array(aval, counted=is_counted, platforms=result.platforms)
             parts = {id(x) for x in _sources(result, lambda _: True)}  # no copies of weights
-            return _Array(aval, [x for x, own in pairs if id(own) in parts], is_weight=True)
+            return _Array(
+                aval, [x for x, argument in pairs if id(argument) in parts], is_weight=True
+            )
 
         outputs = list(map(output, avals, counted, results))
         self._steps.append(
@@ -338,7 +340,7 @@ def _with_parts(jaxpr: Jaxpr, gradients: set[Var]) -> set[Var]:
         if callee is not None:
             inner = _with_parts(callee, _marked(callee, counted))
             pairs = zip(callee.invars, equation.invars, strict=True)
-            parts = [outer for own, outer in pairs if own in inner]
+            parts = [operand for argument, operand in pairs if argument in inner]
         elif equation.primitive.name not in _FUSED | _UPDATES:
             continue
         gradients |= {x for x in parts if isinstance(x, Var)}

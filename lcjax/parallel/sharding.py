@@ -183,8 +183,8 @@ def spans_of_slices(shape: Mesh, slices: int, *, tpu: bool) -> dict[str, int]:
     # As many devices, with a part of those along fsdp for more copies of the model.
     if "data" in axes and sizes["data"] * sizes["fsdp"] % data == 0:
         ways.append(f"set --mesh.data={data} --mesh.fsdp=-1")
-    more = (axis for axis in _SPANNING if _split(sizes, (*axes, axis), slices))
-    if axis := next(more, None):
+    wider = (axis for axis in _SPANNING if _split(sizes, (*axes, axis), slices))
+    if axis := next(wider, None):
         names = ",".join([*axes, axis])
         ways.append(f"let {axis} span slices, over slower links: --mesh.slices=[{names}]")
     product, names = math.prod(sizes[axis] for axis in axes), " x ".join(f"mesh.{a}" for a in axes)

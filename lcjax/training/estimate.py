@@ -112,22 +112,17 @@ def longest_report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     ):
         part = dataclasses.replace(config, train=dataclasses.replace(train, offload=offload))
         model = model_of(part).replace(remat=kind)
-
-        @functools.cache
-        def need(length, part=part, model=model):
-            data = dataclasses.replace(part.data, length=length)
-            own, platform = dataclasses.replace(part, data=data), "tpu" if topology.tpu else "gpu"
-            return training_memory(own, model, mesh, platform)
-
-        longest = _longest(lambda length: need(length).total, chip.usable, step, MOST_TOKENS)
+        platform = "tpu" if topology.tpu else "gpu"
+        need = functools.cache(functools.partial(_memory_of_length, part, model, mesh, platform))
+        longest = _longest(lambda n, need=need: need(n).total, chip.usable, step, MOST_TOKENS)
         cells = [f"{longest:>11,}", f"{need(longest).host / 1e9 if longest else 0:>8,.0f}"]
         if shards > 1 and longest:
             # What a strategy holds of others' keys takes the place of tokens.
             half = longest // 2 // step * step
-            slope = (need(longest).total - (need(half).total if half else 0)) / (longest - half)
+            of_token = (need(longest).total - (need(half).total if half else 0)) / (longest - half)
             arguments = model, mesh, spans, topology, longest, rows, mfu
             for x in exchanges.context_exchanges(*arguments):
-                fewer = longest * slope / (slope + x.gathered / longest)
+                fewer = longest * of_token / (of_token + x.gathered / longest)
                 cells.append(f"{x.method} {int(fewer) // 1024 * 1024:,}")
         lines.append((longest, f"  {kind:10} {offload:10} {'  '.join(cells)}"))
     print(
@@ -138,6 +133,14 @@ def longest_report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     )
     print(*(line for _, line in lines), sep="\n")
     return any(longest for longest, _ in lines)
+
+
+def _memory_of_length(
+    config: TrainConfig, model: ModelConfig, mesh: Mesh, platform: str, length: int
+) -> cost.MemoryEstimate:
+    """Returns the memory of training on texts of `length` tokens; other arguments as there."""
+    data = dataclasses.replace(config.data, length=length)
+    return training_memory(dataclasses.replace(config, data=data), model, mesh, platform)
 
 
 def _longest(need: Callable[[int], float], usable: float, step: int, most: int) -> int:

@@ -231,8 +231,8 @@ def test_activations_grow_with_the_rows_of_a_device_and_shrink_with_recomputing(
     config = preset("tiny").replace(num_layers=8)
 
     def activations(remat, rows, mesh, length=1024):
-        own = config.replace(remat=remat)
-        return cost.training_memory(own, length, rows, mesh, platform="gpu").activations
+        changed = config.replace(remat=remat)
+        return cost.training_memory(changed, length, rows, mesh, platform="gpu").activations
 
     one = Mesh(fsdp=1)
     full, dots, none = (activations(remat, 1, one) for remat in ("full", "dots", "none"))
@@ -249,8 +249,8 @@ def test_products_of_16_bits_are_kept_in_16_bits():
     config = preset("tiny").replace(num_layers=8, remat="dots")
 
     def activations(dtype):
-        own = config.replace(dtype=dtype)
-        return cost.training_memory(own, 1024, 1, Mesh(fsdp=1)).activations
+        changed = config.replace(dtype=dtype)
+        return cost.training_memory(changed, 1024, 1, Mesh(fsdp=1)).activations
 
     assert activations("bfloat16") < 0.6 * activations("float32")
 

@@ -23,27 +23,27 @@ MILLION = 2**20
 
 
 def exchanges(model, topology, mesh, length, rows=1, *, spans=ALONE, mfu=0.4):
-    found = context_exchanges(
+    predicted = context_exchanges(
         model, mesh, ALONE | spans, Topology.parse(topology), length, rows, mfu
     )
-    return {exchange.method: exchange for exchange in found}
+    return {exchange.method: exchange for exchange in predicted}
 
 
 def test_bytes_of_a_layer_follow_from_tokens_and_heads():
-    found = exchanges(QWEN, "h100:8", Mesh(fsdp=1, context=8), MILLION)
+    predicted = exchanges(QWEN, "h100:8", Mesh(fsdp=1, context=8), MILLION)
     tokens = MILLION // 8
     queries, pair = 2 * 32 * 128 * tokens, 2 * 2 * 8 * 128 * tokens  # of 32 and 2 x 8 heads
-    assert set(found) == {"ring", "all_to_all", "all_gather"}  # usp would be all_to_all
+    assert set(predicted) == {"ring", "all_to_all", "all_gather"}  # usp would be all_to_all
     # Keys and values forward and backward, their float32 gradients, and these back in 16 bits.
-    assert found["ring"].sent == 7 * (pair + pair + 2 * pair) + pair
+    assert predicted["ring"].sent == 7 * (pair + pair + 2 * pair) + pair
     # q, k, v and the output forward, again, and their gradients; and the sums of exponentials.
     heads, sums = 3 * (2 * queries + pair), 2 * 4 * 32 * tokens
-    assert found["all_to_all"].sent == pytest.approx((heads + sums) * 7 / 8)
-    assert found["all_gather"].sent == 7 * (pair + pair + 2 * pair)
+    assert predicted["all_to_all"].sent == pytest.approx((heads + sums) * 7 / 8)
+    assert predicted["all_gather"].sent == 7 * (pair + pair + 2 * pair)
     # Compilers counted 561 and 256 GB in the 36 layers of this step.
-    assert 36 * found["ring"].sent == pytest.approx(561e9, rel=0.01)
-    assert 36 * found["all_to_all"].sent == pytest.approx(256e9, rel=0.01)
-    assert found["all_gather"].gathered == 7 * pair and found["all_to_all"].gathered == 0
+    assert 36 * predicted["ring"].sent == pytest.approx(561e9, rel=0.01)
+    assert 36 * predicted["all_to_all"].sent == pytest.approx(256e9, rel=0.01)
+    assert predicted["all_gather"].gathered == 7 * pair and predicted["all_to_all"].gathered == 0
 
 
 def test_key_heads_are_repeated_for_more_devices():
@@ -58,12 +58,12 @@ def test_heads_that_devices_cannot_share_have_no_exchange():
 
 
 def test_times_are_bytes_over_the_links_of_a_domain_of_gpus():
-    found = exchanges(QWEN, "h100:8", Mesh(fsdp=1, context=8), MILLION)
+    predicted = exchanges(QWEN, "h100:8", Mesh(fsdp=1, context=8), MILLION)
     link = CHIPS["h100"].link
-    for exchange in found.values():
+    for exchange in predicted.values():
         assert exchange.seconds == pytest.approx(exchange.sent / link)
         assert exchange.exposed == pytest.approx(exchange.seconds) or exchange.method == "ring"
-    ring = found["ring"]
+    ring = predicted["ring"]
     # All but the return of the gradients hides behind the products with keys of 131,072 tokens.
     assert ring.exposed == pytest.approx(ring.gathered / link)
     # With products as fast as this nothing hides behind them.
@@ -74,15 +74,15 @@ def test_times_are_bytes_over_the_links_of_a_domain_of_gpus():
 def test_times_in_a_torus_follow_from_its_links():
     model = preset("llama2-7b").replace(dtype="bfloat16", remat="dots")
     cube, link = Mesh(fsdp=4, context=16), CHIPS["v5p"].link  # 4 x 4 chips share a text
-    found = exchanges(model, "v5p:4x4x4", cube, 32_768, rows=4)
-    pair = found["ring"].gathered
+    predicted = exchanges(model, "v5p:4x4x4", cube, 32_768, rows=4)
+    pair = predicted["ring"].gathered
     assert pair == 2 * 2 * 4096 * 2048
     # Rings of 4 chips in two dimensions: four links gather, and a hop takes one.
     gathered = 15 * 4 * pair  # twice in 16 bits, and gradients in float32
-    assert found["all_gather"].seconds == pytest.approx(gathered / (4 * link))
-    assert found["ring"].seconds == pytest.approx((15 * 4 * pair + pair) / link)
-    heads = 16 / 15 * found["all_to_all"].sent
-    assert found["all_to_all"].seconds == pytest.approx(heads * 4 / 8 / link)
+    assert predicted["all_gather"].seconds == pytest.approx(gathered / (4 * link))
+    assert predicted["ring"].seconds == pytest.approx((15 * 4 * pair + pair) / link)
+    heads = 16 / 15 * predicted["all_to_all"].sent
+    assert predicted["all_to_all"].seconds == pytest.approx(heads * 4 / 8 / link)
     # A line of 8 chips has no link from its end to its start.
     line = exchanges(model, "v5e:8x8", Mesh(fsdp=8, context=8), 32_768, rows=8)
     heads, link = 8 / 7 * line["all_to_all"].sent, CHIPS["v5e"].link
@@ -92,17 +92,17 @@ def test_times_in_a_torus_follow_from_its_links():
 
 def test_groups_of_neighbours_send_heads_within_a_domain_and_keys_between():
     mesh, spans = Mesh(fsdp=1, context=16), {"context": 2}
-    found = exchanges(QWEN, "h100:8*2", mesh, MILLION, spans=spans)
-    chip, usp = CHIPS["h100"], found["usp"]
+    predicted = exchanges(QWEN, "h100:8*2", mesh, MILLION, spans=spans)
+    chip, usp = CHIPS["h100"], predicted["usp"]
     assert usp.group == 8
     ring = 4 * usp.gathered + usp.gathered  # one hop, and gradients back
     expected = ring / chip.network + (usp.sent - ring) / chip.link
     assert usp.seconds == pytest.approx(expected)
     returned = usp.gathered / chip.network  # gradients, as nothing is left to compute meanwhile
     assert usp.exposed == pytest.approx((usp.sent - ring) / chip.link + returned)
-    assert usp.exposed < found["all_gather"].exposed
-    half = found["all_to_all"].sent * 16 / 15 / 2  # to the other domain
-    assert found["all_to_all"].seconds > half / chip.network
+    assert usp.exposed < predicted["all_gather"].exposed
+    half = predicted["all_to_all"].sent * 16 / 15 / 2  # to the other domain
+    assert predicted["all_to_all"].seconds > half / chip.network
 
 
 def test_slices_sum_gradients_and_those_that_share_weights_send_them():
@@ -161,8 +161,8 @@ def test_compilers_count_the_bytes_that_are_predicted(remat):
         words += [f"--model.context_group={group}"] if group > 1 else []
         config = config_lib.parse(TrainConfig, words)
         model = estimate.model_of(config).replace(dtype="float32")
-        found = exchanges(model, "h100:8", mesh_sizes(config.mesh, 8), 1024, 2)
-        predicted[method] = model.num_layers * found[method].sent
+        of_layer = exchanges(model, "h100:8", mesh_sizes(config.mesh, 8), 1024, 2)
+        predicted[method] = model.num_layers * of_layer[method].sent
         text = compile_only.lower(config, model, make_mesh(config.mesh)).compile().as_text()
         compiled[method] = {kind: x.bytes for kind, x in collectives(text).items()}
     ring = compiled["ring"]

@@ -85,15 +85,15 @@ def test_what_cannot_be_estimated_is_one_line(words, message, capsys):
     ],
 )
 def test_the_longest_text_is_found_with_few_estimates(need):
-    asked = []
+    lengths = []
 
     def counted(length):
-        asked.append(length)
+        lengths.append(length)
         return need(length)
 
     usable, step = 80e9, 1024
     found = estimate._longest(functools.cache(counted), usable, step, 10**8)
-    assert found % step == 0 and len(asked) < 16
+    assert found % step == 0 and len(lengths) < 16
     assert found == 0 or need(found) <= usable
     assert need(found + max(step, found // 32)) > usable
     assert estimate._longest(need, usable, step, 5000) == min(found, 4096)
