@@ -416,8 +416,8 @@ def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
             guess = suggestion(key, fields)
             others = "" if guess.startswith("did you mean") else _entries_with(key, known, dot)
             raise InputError(f"{dot}{key}={raw[key]!r} is no key of {label}{others}; {guess}")
-    for key, field in fields.items():
-        if key not in raw and field.default is field.default_factory is dataclasses.MISSING:
+    for key in _required(cls):
+        if key not in raw:
             raise InputError(f"{dot}{key} is missing; set it in the file or with --{dot}{key}=")
     hints = typing.get_type_hints(cls)
     values = {
@@ -433,8 +433,8 @@ def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
 def check_instance(key: str, value: object, base: type) -> None:
     """Raises an InputError unless `value` is None or an instance of the registry `base`.
 
-    If `value` names a class (`"yarn"`, `{"type": "yarn"}`, `Yarn`), the error shows what to pass
-    instead: `lcjax.rope.Yarn(factor=...)`.
+    If `value` names a class (`"yarn"`, `Yarn`), or is a section of a config (`{"type": "yarn",
+    "factor": 4}`), the error shows what to pass instead: `lcjax.rope.Yarn(factor=4.0)`.
     """
     if value is None or isinstance(value, base):
         return
@@ -444,6 +444,8 @@ def check_instance(key: str, value: object, base: type) -> None:
         kind = known.get(kind, kind)
     matches = [cls for cls in known.values() if kind is cls]
     way_out = f"pass {constructor(matches[0])}" if matches else suggestion(kind, known)
+    if matches and isinstance(value, dict) and value.keys() >= set(_required(matches[0])):
+        way_out = f"pass {written(section(base, value, key))}"
     raise InputError(f"{key}={value!r:.60} must be an instance of {base.__name__}; {way_out}")
 
 
@@ -453,12 +455,32 @@ def constructor(cls: type) -> str:
     It has the required fields, and names the public package: `lcjax.rope`, not `lcjax.rope.yarn`.
     """
     package = ".".join(cls.__module__.split(".")[:2])
-    required = (
-        f"{field.name}=..."
+    required = ", ".join(f"{name}=..." for name in _required(cls))
+    return f"{package}.{cls.__name__}({required})"
+
+
+def _required(cls: type) -> list[str]:
+    """Returns the names of the fields of a dataclass that have no default."""
+    return [
+        field.name
         for field in dataclasses.fields(cls)
         if field.default is field.default_factory is dataclasses.MISSING
+    ]
+
+
+def written(value: object) -> str:
+    """Returns the call that makes an instance, with the fields that are not at their defaults."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(written, value))}{',' * (len(value) == 1)})"
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    package = ".".join(type(value).__module__.split(".")[:2])
+    fields = (
+        f"{field.name}={written(getattr(value, field.name))}"
+        for field in dataclasses.fields(value)
+        if field.init and getattr(value, field.name) != field.default
     )
-    return f"{package}.{cls.__name__}({', '.join(required)})"
+    return f"{package}.{type(value).__name__}({', '.join(fields)})"
 
 
 def _entries_with(key: str, known: dict[str, type], dot: str) -> str:
@@ -480,7 +502,11 @@ def _example(field: dataclasses.Field) -> str:
 def _placed(message: str, name: str) -> str:
     """Completes the key in a dataclass's error, such as `rope.factor=0 must ...`, by `name`."""
     parents, _, last = name.rpartition(".")
-    if not name or message.startswith(f"{name}."):
+    if not name or message.startswith((f"{name}.", f"{name} ")):
+        return message
+    if name in message.partition("=")[0].split(
+        "."
+    ):  # `model.cache.type=...` of an argument `cache`
         return message
     if message.startswith(f"{last}."):
         return f"{parents}.{message}" if parents else message

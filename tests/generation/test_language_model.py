@@ -333,6 +333,15 @@ def test_an_argument_of_another_type_is_named_in_one_line(alone, beside):
         (lambda: Replug(alone, temperature=(1, 2)), r"temperature=\(1, 2\) must be a number x > 0"),
         (lambda: Replug(alone, marginal=table), "marginal=.* must be one of"),
         (lambda: method(rope=table), "rope=.* must be an instance of Rope"),
+        (
+            lambda: method(rope={"type": "yarn", "factor": 4}),
+            r"rope=.* must be an instance of Rope; pass lcjax\.rope\.Yarn\(factor=4\.0\)$",
+        ),
+        (
+            lambda: method(cache={"type": "snapkv", "ratio": 0.5, "heads": {"type": "adaptive"}}),
+            r"SnapKV\(ratio=0\.5, heads=lcjax\.attention\.AdaptiveHeads\(\)\)$",
+        ),
+        (lambda: method(cache={"type": "snapkv"}), "^model.cache.type=snapkv needs one of tokens"),
         (lambda: alone.generate(["a"], exact=table), "exact=.* must be True or False"),
         (lambda: RetrievalReader(alone, Words(), how=table), "how=.* must be one of input"),
         (lambda: alone.stream(["a"], prefix=[]), "prefix is of type list, must be CachedPrefix"),
