@@ -395,82 +395,79 @@ def list_visits(table, *, heads: int, split: int) -> Visits:
     kind = xp.where(slot < full, FULL, PARTIAL)
     listed = Visits(*(x.reshape(batches, num_lists, -1) for x in (row, col, kind, slot < seen)))
     if xp is np and batches * num_lists == 1:  # half of a causal table's slots are empty
-        listed = Visits(*(x[..., listed.valid[0, 0]] for x in listed))
+        used = listed.valid[0, 0].nonzero()[0]
+        listed = Visits(*(x[..., used if used.size else slice(1)] for x in listed))
     return listed
 
 
-def _touched(major, valid, blocks: int):
-    """Returns which output blocks have a valid visit, bool [.., blocks]."""
-    xp = namespace(major, valid)
-    lists = np.indices(major.shape[:2], sparse=True)
-    where = (lists[0][..., None], lists[1][..., None], xp.where(valid, major, blocks))
-    marks = xp.zeros((*major.shape[:2], blocks + 1), bool)
+class Sorted(NamedTuple):
+    """Visits sorted by output block: those of block i are the packed `codes` from starts[i] on."""
+
+    codes: Array  # [lists of batch rows, lists of heads, n]
+    starts: Array  # [.., .., blocks + 1]
+
+
+def sort_visits(visits: Visits, axis: int, blocks: int) -> Sorted:
+    """Sorts visits by row block (`axis` 0) or by key block (1), of which there are `blocks`."""
+    xp = namespace(*visits)
+    codes = pack(Step(*visits[:3], np.int32(0), np.int32(0)))
+    # In 16 bits, which NumPy sorts by radix
+    key = xp.where(visits.valid, visits[axis], LIMIT).astype(np.int16)
+    numbers = np.arange(blocks + 1, dtype=np.int16)
     if xp is np:
-        marks[where] = True
+        most = max(int(visits.valid.sum(-1).max()), 1)
+        ranks = np.argsort(key, axis=-1, stable=True)[..., :most]
+        key, codes = (np.take_along_axis(x, ranks, -1) for x in (key, codes))
     else:
-        marks = marks.at[where].set(True)
-    return marks[..., :blocks]
+        key, codes = jax.lax.sort((key, codes), is_stable=True, num_keys=1)
+    starts = _each_list(lambda x: xp.searchsorted(x, numbers), key)
+    return Sorted(codes, starts.astype(np.int32))
 
 
-def _key(valid, major):
-    """Returns the sort key of lists, in 16 bits, which NumPy sorts by radix."""
-    return namespace(valid, major).where(valid, major, LIMIT).astype(np.int16)
+def _each_list(function, *arrays):
+    """Applies a function of vectors to each list of arrays [.., .., n]."""
+    if namespace(*arrays) is not np:
+        return jax.vmap(jax.vmap(function))(*arrays)
+    shape = arrays[0].shape[:2]
+    rows = zip(*(x.reshape(-1, x.shape[-1]) for x in arrays), strict=True)
+    return np.stack([function(*row) for row in rows]).reshape(*shape, -1)
 
 
-def _split(visits: Visits, axis: int, ranges) -> list[Visits]:
-    """Splits NumPy visits into ranges of output blocks, with one sort for all ranges."""
-    key = _key(visits.valid, visits[axis])
-    ranks = np.argsort(key, axis=-1, stable=True)[..., : int(visits.valid.sum(-1).max())]
-    key, row, col, kind = (np.take_along_axis(x, ranks, -1) for x in (key, *visits[:3]))
-    edges = np.array([lo for lo, _ in ranges] + [ranges[-1][1]], np.int16)
-    ends = np.array([np.searchsorted(x, edges) for x in key.reshape(np.prod(key.shape[:2]), -1)])
-    ends = ends.reshape(*key.shape[:2], -1)
-
-    def part(start, end):
-        slot = start + np.arange((end - start).max())
-        valid, slot = slot < end, np.minimum(slot, max(key.shape[-1] - 1, 0))
-        return Visits(*(np.take_along_axis(x, slot, -1) for x in (row, col, kind)), valid)
-
-    return [part(ends[..., i : i + 1], ends[..., i + 1 : i + 2]) for i in range(len(ranges))]
-
-
-def order(visits: Visits, axis: int, lo: int, hi: int, most: int):
+def order(visits: Sorted, axis: int, lo: int, hi: int, most: int):
     """Returns packed lists [.., .., size] of output blocks `lo` to `hi` - 1, and lengths [.., ..].
 
-    `axis` 0 sorts by row block, 1 by key block; an output block has at most `most` visits.
+    `axis` is that of `sort_visits`; an output block has at most `most` visits.
     """
     xp = namespace(*visits)
-    major = visits[axis]
-    inside = visits.valid & (major >= lo) & (major < hi)
-    empty = ~_touched(major, inside, hi)[..., lo:]
-    blanks = xp.broadcast_to(np.arange(lo, hi, dtype=np.int32), empty.shape)
-    coordinates = [xp.zeros_like(blanks), xp.zeros_like(blanks)]
-    coordinates[axis] = blanks
-    parts = (*coordinates, xp.full_like(blanks, NOTHING), empty)
-    row, col, kind, valid = (
-        xp.concatenate([a, b], -1) for a, b in zip((*visits[:3], inside), parts, strict=True)
-    )
-    key = _key(valid, (row, col)[axis])
-    used = valid.sum(-1)
-    size = int(used.max()) if xp is np else min(key.shape[-1], most * (hi - lo))
-    ranks = xp.argsort(key, axis=-1, stable=True)
-    slot = np.arange(size)
-    ranks = xp.take_along_axis(ranks, xp.minimum(slot, used[..., None] - 1), -1)
-    row, col, kind, key = (xp.take_along_axis(x, ranks, -1) for x in (row, col, kind, key))
-    live = slot < used[..., None]
+    starts = visits.starts[..., lo : hi + 1]
+    counts = xp.diff(starts)
+    steps = xp.maximum(counts, 1)  # a block without visits has a step that does nothing
+    ends = xp.cumsum(steps, -1)
+    used, total = ends[..., -1], visits.codes.shape[-1]
+    size = int(used.max()) if xp is np else min(total + hi - lo, most * (hi - lo))
+    slot = xp.minimum(np.arange(size, dtype=np.int32), used[..., None] - 1)
+    if xp is np:
+        block = _each_list(lambda x, y: np.searchsorted(x, y, side="right"), ends, slot)
+    else:  # a comparison with all, since TPUs are slow at searches and at sums by index
+        block = (ends[..., None, :] <= slot[..., None]).sum(-1, dtype=np.int32)
+    to_visit = starts[..., :-1] - (ends - steps)
+    source = slot + xp.take_along_axis(to_visit, block, -1)
+    codes = xp.take_along_axis(visits.codes, xp.minimum(source, total - 1), -1)
+    blank = (block + lo).astype(np.int32) << (BITS + 4, 4)[axis]
+    codes = xp.where(xp.take_along_axis(counts, block, -1) > 0, codes, blank)
+    live = np.arange(size) < used[..., None]
     edge = xp.ones_like(live[..., :1])
-    turn = key[..., 1:] != key[..., :-1]
+    turn = block[..., 1:] != block[..., :-1]
     first = live & xp.concatenate([edge, turn], -1)
-    last = live & (xp.concatenate([turn, edge], -1) | (slot == used[..., None] - 1))
+    last = live & (xp.concatenate([turn, edge], -1) | (np.arange(size) == used[..., None] - 1))
+    row, col, kind, _, _ = unpack(codes)
     return pack(Step(row, col, xp.where(live, kind, NOTHING), first, last)), used
 
 
-def _ranges(visits: Visits, axis: int, blocks: int, most: int) -> list[tuple[int, int]]:
+def _ranges(visits: Sorted, blocks: int, most: int) -> list[tuple[int, int]]:
     """Returns ranges of consecutive output blocks whose list fits into one call."""
     if namespace(*visits) is np:
-        lists = np.prod(visits.valid.shape[:2])
-        pairs = zip(*(x.reshape(lists, -1) for x in (visits[axis], visits.valid)), strict=True)
-        counts = np.max([np.bincount(x[ok], minlength=blocks) for x, ok in pairs], 0)
+        counts = np.diff(visits.starts).max((0, 1))
     else:  # traced counts are not known; these are the largest possible ones
         counts = np.full(blocks, most)
     ends = np.cumsum(np.maximum(counts, 1))
@@ -489,12 +486,10 @@ def kernel_calls(visits: Visits, axis: int, *, rows: int, cols: int, batch: int,
     The output blocks are the `rows` row blocks for `axis` 0, and the `cols` key blocks for 1.
     """
     blocks, most = (rows, visits.row.shape[-1] // rows) if axis == 0 else (cols, rows)
-    ranges = _ranges(visits, axis, blocks, most)
-    whole = len(ranges) == 1 or namespace(*visits) is not np
-    parts = [visits] * len(ranges) if whole else _split(visits, axis, ranges)
+    by_block = sort_visits(visits, axis, blocks)
     return [
-        _split_lists(*order(part, axis, *ends, most), ends, batch, heads)
-        for part, ends in zip(parts, ranges, strict=True)
+        _split_lists(*order(by_block, axis, *ends, most), ends, batch, heads)
+        for ends in _ranges(by_block, blocks, most)
     ]
 
 
