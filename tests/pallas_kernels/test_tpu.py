@@ -282,20 +282,23 @@ def test_rows_that_see_nothing_are_zero_and_have_zero_gradients(backward):
     assert np.all(dk[:, 80:] == 0) and np.all(dv[:, 80:] == 0) and np.any(dk[:, :80] != 0)
 
 
+@pytest.mark.parametrize("unrolled", [1, 100])
 @pytest.mark.parametrize("traced", [False, True])
 def test_lists_too_long_for_scalar_memory_are_cut_into_calls_with_the_same_result(
-    monkeypatch, traced
+    monkeypatch, traced, unrolled
 ):
     case = Case(t=130, s=140, heads=4, kv_heads=2, tables=(1, 2), mask=causal(), traced=traced)
     arrays, operands, spec, table = build(case)
     monkeypatch.setattr(_tpu_grid, "SCALAR_BYTES", 4 * 3)
+    monkeypatch.setattr(_tpu_grid, "UNROLLED", unrolled)
     seen = []
     cut = _tpu_grid._split_lists
     monkeypatch.setattr(_tpu_grid, "_split_lists", lambda *a: seen.append(cut(*a)) or seen[-1])
     compare(run(arrays, operands, spec), expected(arrays, operands, spec, table))
     calls = [call for grid in seen for row in grid for call in row]
-    assert len(seen) > 3 and len(calls) == 2 * len(seen)  # cut by blocks, and by heads
-    assert all(len(call.steps) <= 3 for call in calls)
+    assert len(calls) == 2 * len(seen)  # cut by heads
+    assert len(seen) > 3 if unrolled > 1 else len(seen) in (2, 3)  # loops of kernels, or each range
+    assert all(call.size <= 3 for call in calls)
 
 
 # Interpreter with the machine's memory: uninitialised memory is NaN, races are errors.

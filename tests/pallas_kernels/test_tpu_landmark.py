@@ -45,16 +45,17 @@ def test_rows_that_see_nothing_are_zero_and_have_zero_gradients(backward):
     landmark_cases.assert_rows_that_see_nothing_are_zero(_tpu_landmark)
 
 
-@pytest.mark.parametrize("places", [False, True])
+@pytest.mark.parametrize(("places", "unrolled"), [(False, 100), (True, 100), (True, 1)])
 def test_lists_too_long_for_scalar_memory_are_cut_into_calls_with_the_same_result(
-    monkeypatch, places
+    monkeypatch, places, unrolled
 ):
+    monkeypatch.setattr(_tpu_grid, "UNROLLED", unrolled)
     arrays, operands, spec = build(Case(t=700 if places else 1100, s=1096, places=places, heads=1))
     monkeypatch.setattr(_tpu_grid, "SCALAR_BYTES", 4 * 3)
     seen, cut = [], _tpu_grid._split_lists
     monkeypatch.setattr(_tpu_grid, "_split_lists", lambda *a: seen.append(a) or cut(*a))
     compare(arrays, operands, spec)
-    assert len(seen) > 3  # three kernels
+    assert len(seen) > 3 if unrolled > 1 else len(seen) <= 3  # three kernels
 
 
 # Interpreter with the machine's memory: uninitialised memory is NaN, races are errors.

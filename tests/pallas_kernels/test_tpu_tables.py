@@ -33,6 +33,7 @@ def _pairs(calls, axis):
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("traced", [False, True])
 def test_packed_lists_hold_every_visit_once_and_every_output_block(monkeypatch, axis, cut, traced):
+    monkeypatch.setattr(_tpu_grid, "UNROLLED", 100)
     if cut:
         monkeypatch.setattr(_tpu_grid, "SCALAR_BYTES", 4 * 30)
     mask = causal() & (window(40) | prefix(3)) & ~chunks(64)
@@ -53,6 +54,36 @@ def test_packed_lists_hold_every_visit_once_and_every_output_block(monkeypatch, 
     pairs, outputs = _pairs(calls, axis)
     assert pairs == wanted
     assert outputs == set(range((26, 17)[axis]))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("traced", [False, True])
+def test_equal_ranges_of_a_loop_hold_what_single_calls_hold(monkeypatch, axis, traced):
+    """13 and 17 blocks have no large divisor, so the last range begins earlier."""
+    monkeypatch.setattr(_tpu_grid, "SCALAR_BYTES", 4 * 30)
+    table = from_mask(causal() & window(40), queries=208, keys=136, q_block=16, k_block=8)
+
+    def lists(table):
+        visits = _tpu_grid.list_visits(table, heads=1, split=1)
+        calls = _tpu_grid.kernel_calls(visits, axis, rows=13, cols=17, batch=1, heads=1)
+
+        def run(call):  # the list of each block, in its place of an output of as many rows
+            steps = call.steps[: call.size]
+            step = _tpu_grid.unpack(steps)
+            places = (step.row, step.col)[axis] - call.first_block(call.steps)
+            live = jnp.arange(call.size) < call.grid
+            sums = jnp.zeros(call.blocks, jnp.int32).at[places].add(jnp.where(live, steps, 0))
+            return sums[None, None, :, None]
+
+        assert isinstance(calls, _tpu_grid.Looped) == (_tpu_grid.UNROLLED == 1)
+        return _tpu_grid.run_calls(calls, run)
+
+    found = []
+    for unrolled in (1, 100):
+        monkeypatch.setattr(_tpu_grid, "UNROLLED", unrolled)
+        found.append(jax.jit(lists)(table) if traced else lists(table))
+    assert found[0].shape == (1, 1, (13, 17)[axis], 1)
+    np.testing.assert_array_equal(*found)
 
 
 def test_a_table_per_query_head_lists_the_group_one_head_after_the_other():

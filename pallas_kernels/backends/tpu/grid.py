@@ -15,7 +15,8 @@ row and key head, and every step of the grid reads one int32 of it:
 Lists are sorted by row block (forward, dq) or by key block (dk, dv). An output block without a
 visit still has one step, which writes its zeros. Shorter lists are padded with steps that do
 nothing and move no data. Scalar memory is small (1 MB), so long lists are split into several calls:
-by batch row and head first, then by output block.
+by batch row and head first, then by output block. Many calls for output blocks are one kernel in a
+loop, which is compiled once.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ NOTHING, PARTIAL, FULL = 0, 1, 2
 BITS = 14
 LIMIT = 1 << BITS  # blocks along either axis
 SCALAR_BYTES = 2**19  # of one call's lists; the rest of the 1 MB is left to the compiler
+UNROLLED = 4  # most ranges of output blocks whose calls are compiled apart
 
 MIB = 2**20
 # VMEM of a core by kind of device (JAX's tpu_info); v4 and unknown devices count as 16 MB.
@@ -238,22 +240,23 @@ def reason_of(tiling: Tiling, q, v, step: tuple[int, int], table: BlockTable | N
     return "; ".join(reasons)
 
 
-def fraction_of(calls: list, axis: int, tiling: Tiling) -> VisitedFraction | None:
+def fraction_of(calls: list | Looped, axis: int, tiling: Tiling) -> VisitedFraction | None:
     """Returns the fraction of pairs of blocks that `kernel_calls` visit; None if traced."""
     others = tiling.key_count if axis == 0 else tiling.count
+    if isinstance(calls, Looped):
+        return calls.fraction(others)
     pairs = visited = tested = 0
     for call in (call for ranges in calls for row in ranges for call in row):
         if not isinstance(call.steps, np.ndarray):
             return None
-        first, end = call.blocks
         kind = unpack(call.steps).kind
-        pairs += call.steps.size // call.size * (end - first) * others
+        pairs += call.steps.size // call.size * call.blocks * others
         visited, tested = visited + (kind != NOTHING).sum(), tested + (kind == PARTIAL).sum()
     return VisitedFraction.of(pairs, visited, tested)
 
 
 def report_kernel(
-    kernel: str, tiling: Tiling, calls: list, axis: int, *, tests_all: bool = False
+    kernel: str, tiling: Tiling, calls: list | Looped, axis: int, *, tests_all: bool = False
 ) -> None:
     """Reports the blocks of a kernel to `explain`.
 
@@ -337,11 +340,11 @@ class Visits(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """The ranges of batch rows, of heads and of output blocks of one kernel call.
+    """The ranges of batch rows and heads, and the output blocks, of one kernel call.
 
     `steps` int32 [lists * size] concatenates the lists, one per batch row if `by_batch` and per
     head if `by_head`. `grid` is the number of a list's steps that run: a traced scalar if the table
-    is traced.
+    is traced. The `blocks` output blocks begin with block `first`; None: with the last of `steps`.
     """
 
     steps: Array
@@ -349,9 +352,14 @@ class Call:
     grid: int | jax.Array
     batch: tuple[int, int]
     heads: tuple[int, int]
-    blocks: tuple[int, int]
+    first: int | None
+    blocks: int
     by_batch: bool
     by_head: bool
+
+    def first_block(self, steps):
+        """Returns the number of the first output block, from the list that a kernel reads."""
+        return steps[self.steps.shape[0] - 1] if self.first is None else self.first
 
     def offset(self, b, h, s):
         """Returns the offset in `steps` of step `s` of batch row `b` and head `h` of the call."""
@@ -433,18 +441,21 @@ def _each_list(function, *arrays):
     return np.stack([function(*row) for row in rows]).reshape(*shape, -1)
 
 
-def order(visits: Sorted, axis: int, lo: int, hi: int, most: int):
-    """Returns packed lists [.., .., size] of output blocks `lo` to `hi` - 1, and lengths [.., ..].
+def order(visits: Sorted, axis: int, first: int | jax.Array, blocks: int, most: int):
+    """Returns packed lists [.., .., size] of output blocks, and their lengths [.., ..].
 
-    `axis` is that of `sort_visits`; an output block has at most `most` visits.
+    Args:
+      axis: that of `sort_visits`.
+      first: the first of `blocks` output blocks.
+      most: an output block has at most so many visits.
     """
     xp = namespace(*visits)
-    starts = visits.starts[..., lo : hi + 1]
+    starts = visits.starts[..., first + np.arange(blocks + 1)]
     counts = xp.diff(starts)
     steps = xp.maximum(counts, 1)  # a block without visits has a step that does nothing
     ends = xp.cumsum(steps, -1)
     used, total = ends[..., -1], visits.codes.shape[-1]
-    size = int(used.max()) if xp is np else min(total + hi - lo, most * (hi - lo))
+    size = int(used.max()) if xp is np else min(total + blocks, most * blocks)
     slot = xp.minimum(np.arange(size, dtype=np.int32), used[..., None] - 1)
     if xp is np:
         block = _each_list(lambda x, y: np.searchsorted(x, y, side="right"), ends, slot)
@@ -453,7 +464,7 @@ def order(visits: Sorted, axis: int, lo: int, hi: int, most: int):
     to_visit = starts[..., :-1] - (ends - steps)
     source = slot + xp.take_along_axis(to_visit, block, -1)
     codes = xp.take_along_axis(visits.codes, xp.minimum(source, total - 1), -1)
-    blank = (block + lo).astype(np.int32) << (BITS + 4, 4)[axis]
+    blank = (block + first).astype(np.int32) << (BITS + 4, 4)[axis]
     codes = xp.where(xp.take_along_axis(counts, block, -1) > 0, codes, blank)
     live = np.arange(size) < used[..., None]
     edge = xp.ones_like(live[..., :1])
@@ -487,13 +498,73 @@ def kernel_calls(visits: Visits, axis: int, *, rows: int, cols: int, batch: int,
     """
     blocks, most = (rows, visits.row.shape[-1] // rows) if axis == 0 else (cols, rows)
     by_block = sort_visits(visits, axis, blocks)
+    ranges = _ranges(by_block, blocks, most)
+    if len(ranges) > UNROLLED:
+        if namespace(*by_block) is np:
+            most = max(int(np.diff(by_block.starts).max()), 1)
+        return Looped(by_block, axis, blocks, most, batch, heads)
     return [
-        _split_lists(*order(by_block, axis, *ends, most), ends, batch, heads)
-        for ends in _ranges(by_block, blocks, most)
+        _split_lists(*order(by_block, axis, lo, hi - lo, most), lo, hi - lo, batch, heads)
+        for lo, hi in ranges
     ]
 
 
-def _split_lists(steps, used, blocks, batch: int, heads: int):
+@dataclass(frozen=True)
+class Looped:
+    """The `kernel_calls` of many ranges of output blocks, which are equal: a loop runs them."""
+
+    visits: Sorted
+    axis: int
+    blocks: int  # output blocks
+    most: int  # visits of an output block
+    batch: int
+    heads: int
+
+    @property
+    def range_blocks(self) -> int:
+        """The output blocks of a range: a divisor of all, if there is one that is large enough."""
+        fit = max(SCALAR_BYTES // 4 // self.most, 1)
+        return next((n for n in range(fit, fit // 2, -1) if self.blocks % n == 0), fit)
+
+    def __len__(self) -> int:
+        return -(-self.blocks // self.range_blocks)
+
+    def run(self, run):
+        """Returns the outputs [batch, heads, ...] of `run(call)` for all calls."""
+        visits, count = Sorted(*map(jnp.asarray, self.visits)), self.range_blocks
+
+        def one_range(first):
+            steps, used = order(visits, self.axis, first, count, self.most)
+            calls = _split_lists(steps, used, first, count, self.batch, self.heads)
+            return _join_lists(calls, run)
+
+        # The last range begins earlier, so that all have equally many blocks.
+        firsts = np.minimum(np.arange(len(self)) * count, self.blocks - count)
+        rest = self.blocks - (len(self) - 1) * count
+
+        def whole(x):  # [ranges, batch, heads, rows, width], or a vector with one row
+            axis = 4 if x.shape[3] == 1 else 3
+            before = jnp.moveaxis(x[:-1], 0, axis - 1)
+            shape = list(x.shape[1:])
+            shape[axis - 1] *= len(self) - 1
+            start = x.shape[axis] // count * (count - rest)
+            last = jax.lax.slice_in_dim(x[-1], start, None, axis=axis - 1)
+            return jnp.concatenate([before.reshape(shape), last], axis - 1)
+
+        return jax.tree.map(whole, jax.lax.map(one_range, firsts.astype(np.int32)))
+
+    def fraction(self, others: int) -> VisitedFraction | None:
+        """Returns the fraction of visited pairs with `others` blocks; None if traced."""
+        codes, starts = self.visits
+        if not isinstance(codes, np.ndarray):
+            return None
+        is_visit = np.arange(codes.shape[-1]) < starts[..., -1:]
+        tested = (is_visit & (unpack(codes).kind == PARTIAL)).sum()
+        pairs = np.prod(codes.shape[:2]) * self.blocks * others
+        return VisitedFraction.of(pairs, is_visit.sum(), tested)
+
+
+def _split_lists(steps, used, first: int | jax.Array, blocks: int, batch: int, heads: int):
     (by_batch, by_head), size = (n > 1 for n in steps.shape[:2]), steps.shape[2]
     lists = max(1, SCALAR_BYTES // (4 * size))
     call_heads = min(heads, lists) if by_head else heads
@@ -508,8 +579,10 @@ def _split_lists(steps, used, blocks, batch: int, heads: int):
             for ends, split in ((row_range, by_batch), (head_range, by_head))
         )
         grid = used[part].max().astype(np.int32) if dynamic else size
-        flat = steps[part].reshape(-1)
-        return Call(flat, size, grid, row_range, head_range, blocks, by_batch, by_head)
+        flat, number = steps[part].reshape(-1), first
+        if not isinstance(first, int):
+            flat, number = jnp.append(flat, first), None
+        return Call(flat, size, grid, row_range, head_range, number, blocks, by_batch, by_head)
 
     return [[call(b, h) for h in range(0, heads, call_heads)] for b in range(0, batch, call_rows)]
 
@@ -520,10 +593,16 @@ def calls_of(visits: Visits, tiling: Tiling, axis: int):
     return kernel_calls(visits, axis, **sizes)
 
 
-def run_calls(calls: list, run):
+def run_calls(calls: list | Looped, run):
     """Runs `run(call)` for all `kernel_calls`; concatenates the outputs [batch, heads, ...]."""
-    parts = [_join([_join([run(call) for call in row], 1) for row in rows], 0) for rows in calls]
-    return _join(parts, -2)
+    if isinstance(calls, Looped):
+        return calls.run(run)
+    return _join([_join_lists(lists, run) for lists in calls], -2)
+
+
+def _join_lists(calls: list[list[Call]], run):
+    """Runs the calls [of batch rows][of heads] of a range of output blocks."""
+    return _join([_join([run(call) for call in row], 1) for row in calls], 0)
 
 
 def _join(parts, axis: int):
@@ -573,7 +652,8 @@ def run_kernel(
       whole: (dtype, sizes) of an additional output, which has one block for each key head.
       vmem: bytes of VMEM that the kernel may use; None: 16 MB.
     """
-    batch, heads, blocks = (hi - lo for lo, hi in (call.batch, call.heads, call.blocks))
+    batch, heads = (hi - lo for lo, hi in (call.batch, call.heads))
+    blocks = call.blocks
 
     def shape(output):
         if isinstance(output, ChannelsFirst):
@@ -648,7 +728,7 @@ def channels_first_block(width: int, length: int, size: int, call: Call, axis: i
 def _output(width: int | None, rows: int, *, call: Call, axis: int):
     def index(b, h, s, steps):
         code = steps[call.offset(b, h, s)]
-        block = (col_of if axis else row_of)(code) - call.blocks[0]
+        block = (col_of if axis else row_of)(code) - call.first_block(steps)
         return (b, h, 0, block) if width is None else (b, h, block, 0)
 
     sizes = (1, rows) if width is None else (rows, width)
