@@ -481,7 +481,9 @@ def differentiable(forward: Callable, backward: Callable, name: str | None = Non
         q, k, v, operands = custom_vjp_primal_tree_values((q, k, v, operands))
         out, lse = _once_differentiable(forward, (q, k, v), operands, static)
         if name is not None:
-            out, lse = (checkpoint_name(x, name) for x in (out, lse))
+            out = checkpoint_name(out, name)
+            # Heads before queries: TPUs pad the last axis to 128, also in host memory.
+            lse = checkpoint_name(lse.swapaxes(1, 2), name).swapaxes(1, 2)
         return (out, lse), (q, k, v, operands, out, lse)
 
     def pull_back(static, residuals, cotangents):
