@@ -199,6 +199,11 @@ def column(cost: ProgramCost, work: roofline.Work) -> Columns:
         "outputs, GB (in place)": f"{cost.outputs / 1e9:,.3g} ({cost.in_place / 1e9:,.3g})",
         "temporaries, GB": f"{cost.temporaries / 1e9:,.3g}",
         **({"host memory, GB": f"{cost.host / 1e9:,.3g}"} if cost.host else {}),
+        **(
+            {"copies with the host (overlapped)": _traffic(cost.host_copies)}
+            if cost.host_copies.count
+            else {}
+        ),
         "peak, GB": _peak(cost),
         **cache,
         "float32 products": _counts(hlo.float32_products(module)),

@@ -70,6 +70,11 @@ class Module:
                 self.lines[name].append(line)
 
     @functools.cache  # noqa: B019  a module lives as long as its report
+    def shapes(self, name: str) -> dict[str, str]:
+        """Returns the shapes of the results of a computation's instructions."""
+        return {x.name: x.shape for x in self.instructions(name)}
+
+    @functools.cache  # noqa: B019
     def instructions(self, name: str) -> list["Instruction"]:
         return [x for line in self.lines.get(name, ()) if (x := Instruction.parse(line))]
 

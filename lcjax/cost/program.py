@@ -15,6 +15,9 @@ of a collective show what it sends between slices. libtpu compiles the program o
 collectives stay within the slice, and what passes the data-center network are receives, which name
 the collective that they are a part of. Between slices as few bytes are counted as possible: those
 that a slice needs from others, shared by its devices in a group.
+
+Copies between a device and the memory of its host (`model.remat=offload`, `train.offload`) overlap
+with other work by the same rule.
 """
 
 import math
@@ -54,6 +57,9 @@ _GROUPS = re.compile(
 )
 # A mesh axis with its size, 'x'=8, or the part of size 4 that follows one of size 2: 'x':(2)4.
 _AXIS = re.compile(r"'(\w+)'(?:(?:=|:\((\d+)\))(\d+))?")
+# What may copy an array from or to the memory of the host, which has the memory space 5.
+_COPY = re.compile(r"= (.*?) (copy|fusion|dynamic-slice|dynamic-update-slice)(-start)?\(")
+_HOST = "S(5)"
 # What a slice of TPUs receives from others: the devices, and the kind of collective.
 _RECEIVED = re.compile(r"= \((.*?), u32\[\].*? (recv)()\(.*_xla_megascale_target=")
 _BETWEEN = re.compile(r'_xla_megascale_target="?\{([\d,]+|\{[^}]*)\}.*_transfer_type="(\w+)"')
@@ -65,10 +71,10 @@ _SCATTER = "all-reduce-scatter"  # libtpu's all-reduce fusions that keep a part 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of one kind on one device, in one run of the program."""
+    """The collectives of one kind, or the copies, of one device in one run of the program."""
 
     count: int
-    bytes: int  # received
+    bytes: int  # received, or copied
     overlapped: int = 0  # how many of `count` overlap with other work
 
 
@@ -91,6 +97,7 @@ class ProgramCost:
     traffic: dict[str, Traffic] = field(default_factory=dict)
     between: Traffic = Traffic(0, 0)  # what devices of other slices send
     host: int = 0  # in the memory of the device's host
+    host_copies: Traffic = Traffic(0, 0)  # from and to that memory
     out_of_memory: bool = False  # the compiler ran out of memory
     text: str = field(default="", repr=False)  # the optimised HLO
 
@@ -151,6 +158,7 @@ def program_cost(
         # XLA adds -1 or less for operations without an estimate, such as kernels.
         optimal_seconds=optimal if optimal > 0 else None,
         traffic=collectives(text),
+        host_copies=host_copies(text),
         between=between_slices(text, [] if mesh is None else map(slice_of, mesh.devices.flat)),
         text=text,
     )
@@ -211,6 +219,25 @@ def between_slices(text: str, slices: Iterable[int] = ()) -> Traffic:
     return Traffic(*totals)
 
 
+def host_copies(text: str) -> Traffic:
+    """Counts copies between a device and its host in the text of an optimised HLO module."""
+    module, totals = hlo.Module(text), [0, 0, 0]
+    for match, computation, times, overlapped in _walk(module, _COPY):
+        x = hlo.Instruction.parse(match.string)
+        shapes = [x.shape]
+        if not match[3]:  # the shape of a started operation has its operands
+            shapes += map(module.shapes(computation).get, x.operands)
+        places = {_HOST in shape for shape in filter(None, shapes)}
+        if True not in places or (len(places) == 1 and not match[3]):
+            continue  # nothing in the host's memory, or all of it
+        arrays = ARRAY.findall(" ".join(filter(None, shapes)))
+        # The part that moves is the smallest of the arrays; scalars say where it is.
+        size = min(hlo.array_bytes(*array[:2]) for array in arrays if array[1])
+        for i, count in enumerate((times, times * size, times * overlapped)):
+            totals[i] += count
+    return Traffic(*totals)
+
+
 def _from_others(kind: str, size: float, slices: int) -> float:
     """Returns the bytes that a device receives from other slices for a result of `size` bytes."""
     if kind not in (*KINDS, "fused") or kind == "collective-permute":  # from device to device
@@ -254,7 +281,7 @@ def _walk(module: hlo.Module, pattern: re.Pattern = _COLLECTIVE) -> Iterator[_Co
             if match := pattern.search(line):
                 channel = match[2], _channel(line)
                 # Fusions that overlap a collective with work repeat it at its start and its end.
-                if seen is not None and channel in seen:
+                if seen is not None and channel in seen and pattern is not _COPY:
                     continue
                 if seen is not None:
                     seen.add(channel)

@@ -11,6 +11,7 @@ from lcjax.cost.program import (
     Traffic,
     between_slices,
     collectives,
+    host_copies,
     permuted_bytes,
     program_cost,
 )
@@ -218,6 +219,37 @@ ENTRY %main (x: f32[8]) -> f32[64] {{
 }}
 """
     assert collectives(HEADER + text) == {"all-gather": Traffic(1, 224, overlapped)}
+
+
+@pytest.mark.parametrize("tile", ["", ":T(8,128)(2,1)"])  # of TPUs
+@pytest.mark.parametrize("opcode", ["dynamic-slice", "fusion"])  # of TPUs, and of GPUs
+def test_copies_from_and_to_the_host_are_counted_with_what_overlaps_them(opcode, tile):
+    device, host = f"{{1,0{tile}}}", f"{{1,0{tile or ':'}S(5)}}"
+    part, whole = "bf16[1,64]", "bf16[3,64]"
+    text = f"""
+%body (x: (s32[], {whole}, {part})) -> (s32[], {whole}, {part}) {{
+  %all = {whole}{host} get-tuple-element(%x), index=1
+  %i = s32[] get-tuple-element(%x), index=0
+  %to = (({whole}{host}, s32[]), {part}{device}, u32[]) {opcode}-start(%all, %i), calls=%slice
+  %w = {part}{device} fusion(%y), kind=kLoop, calls=%add
+  %at = {part}{device} {opcode}-done(%to)
+  %back = (({whole}{host}, {part}{device}, s32[]), {whole}{host}) {opcode}-start(%all, %w, %i)
+  %done = {whole}{host} {opcode}-done(%back)
+  %slow = {part}{device} dynamic-slice(%done, %i)
+  %new = {whole}{host} dynamic-update-slice(%done, %slow, %i)
+}}
+
+%condition (x: (s32[], {whole}, {part})) -> pred[] {{
+  %r = pred[] compare(%i, %n), direction=LT
+}}
+
+ENTRY %main (x: {whole}) -> {whole} {{
+  %x = {whole}{host} parameter(0)
+  %same = {whole}{host} copy(%x)
+  %w = (s32[], {whole}{host}, {part}{device}) while(%x), condition=%condition, body=%body, TRIPS
+}}
+""".replace("TRIPS", 'backend_config={"known_trip_count":{"n":"3"}}')
+    assert host_copies(HEADER + text) == Traffic(3 * 4, 3 * 4 * 128, 3)
 
 
 def test_reduce_scatter_and_all_reduce_are_distinguished():
