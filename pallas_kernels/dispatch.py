@@ -481,9 +481,7 @@ def differentiable(forward: Callable, backward: Callable, name: str | None = Non
         q, k, v, operands = custom_vjp_primal_tree_values((q, k, v, operands))
         out, lse = _once_differentiable(forward, (q, k, v), operands, static)
         if name is not None:
-            out = checkpoint_name(out, name)
-            # Heads before queries: TPUs pad the last axis to 128, also in host memory.
-            lse = checkpoint_name(lse.swapaxes(1, 2), name).swapaxes(1, 2)
+            out, lse = checkpoint_name(out, name), _in_lanes(lse, name)
         return (out, lse), (q, k, v, operands, out, lse)
 
     def pull_back(static, residuals, cotangents):
@@ -499,6 +497,18 @@ def differentiable(forward: Callable, backward: Callable, name: str | None = Non
     attention = jax.custom_vjp(attention, nondiff_argnums=(4,))
     attention.defvjp(save, pull_back, symbolic_zeros=True)
     return attention
+
+
+def _in_lanes(lse, name: str):
+    """Names `lse` [B, T, N] as an array whose last axis has 128 numbers.
+
+    TPUs pad that axis to 128, also in the memory of the host.
+    """
+    batch, queries, heads = lse.shape
+    if queries % 128:
+        return checkpoint_name(lse, name)
+    kept = checkpoint_name(lse.swapaxes(1, 2).reshape(batch, -1, 128), name)
+    return kept.reshape(batch, heads, queries).swapaxes(1, 2)
 
 
 def _once_differentiable(function: Callable, arrays, operands: Operands, static):

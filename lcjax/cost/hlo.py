@@ -197,9 +197,11 @@ def kernels(module: Module) -> Counter[str]:
     targets = ("tpu_custom_call", "mosaic_gpu", "triton", "cudnn")
     counts = Counter()
     for x, times in module.runs():
-        target = _TARGET.search(x.line) if x.opcode == "custom-call" else None
-        if target and any(name in target[1] for name in targets):
-            counts[x.name.rstrip("0123456789.")] += times
+        # libtpu fuses a kernel with the write of its result into a larger array.
+        for part in module.instructions(x.callee) if x.opcode == "fusion" and x.callee else [x]:
+            target = _TARGET.search(part.line) if part.opcode == "custom-call" else None
+            if target and any(name in target[1] for name in targets):
+                counts[part.name.rstrip("0123456789.")] += times
     return counts
 
 
