@@ -12,6 +12,8 @@ check      the kernels against float64 formulas, where their code has changed
 decode     TinyLlama-1.1B continues texts of 16K and 64K, beside jax.nn by XLA and by cuDNN
 read       CEPE and SharedLLM read 128K beside full attention of the same decoder
 train      TinyLlama-1.1B trains on 64K, beside jax.nn by cuDNN
+longest    the longest texts of an update of TinyLlama-1.1B, and of Llama-3-8B under QLoRA, with and
+           without offloading
 attention  tables, cross-attention, masks per head and lengths that today's kernels have no times of
 rows       LCEG's table 1 with SmolLM2-135M at 32K, one method at a time
 shapes     the other workloads of attention, with other heads
@@ -100,7 +102,8 @@ TINY_MASK = ("--cpu", "--seconds", "0", "--passes", "fwd", "--only", "f blocks 1
 # On an H100, a process begins to measure after about 12 s; a case of decoding then compiles for 16
 # to 29 s, of training for 8 to 14 s and of reading for 56 s (benchmarks/gpu/results/model), and the
 # self-check takes 26 s once. So a call of 8 minutes measures about four cases of decoding, two of
-# reading and three of training. Rows need about 5 minutes each, in a call of their own.
+# reading and three of training. Rows need about 5 minutes each, in a call of their own, and so do
+# the four cases of longest texts: each compiles two to four programs.
 PARTS = (
     Part(
         "check", 60, "check", "check",
@@ -118,6 +121,10 @@ PARTS = (
     Part(
         "train", 60, "model", "model", _models("train 1.1b 64k"),
         ("--tiny", "--outdated", "--cases", "train tiny 64 lcjax"),
+    ),
+    Part(
+        "longest", 240, "model", "model", _models("longest"),
+        ("--tiny", "--outdated", "--cases", "longest offload"),
     ),
     Part(
         "attention", 60, "attention", "",

@@ -1,4 +1,4 @@
-"""Times whole models and peers on one NVIDIA GPU: training, decoding and reading 128K tokens.
+"""Times whole models and peers on one NVIDIA GPU: training, decoding, reading, longest texts.
 
     python -m benchmarks.gpu.model --minutes 9          # repeat until no case is left
     python -m benchmarks.gpu.model --cases "train 16k" "decode 1.1b"
@@ -15,6 +15,11 @@ decode: one text is continued by 64 tokens. The share of bandwidth is the rate a
 read: a text is read and continued by CEPE, by SharedLLM and by full attention with the same decoder
     (CEPE, table 1; SharedLLM, figure 3; see reading.py). "cepe" stores the encoder's states, which
     are projected again for every token; "cepe projected" stores keys and values, as the others do.
+longest: the longest text of which an update fits by the compiler's plan, of TinyLlama-1.1B (all
+    weights) and of Llama-3-8B under QLoRA (configs/llama3_8b_512k_qlora.yaml), with activations and
+    moments in host memory ("offload"), or on the GPU with `remat: full` ("device"). An update of
+    such a text takes minutes, so tokens/s are those of the longest one that is predicted to take 20
+    seconds. Weights and tokens are zeros.
 
 The side "lcjax" chooses its attention itself. Its peers are the same model with another attention:
 jax.nn.dot_product_attention by cuDNN (training) or by XLA (decoding, because cuDNN copies the
@@ -54,7 +59,7 @@ ABOUT = "about"  # the job that describes the device and checks the kernels
 CHECKING = 180.0  # seconds that this job may be silent; the self-check ends after 120
 COMPILING, RUNNING = 100.0, 45.0  # seconds that a case may be silent
 # Seconds that a case needs at least; with less time left, none begins.
-LEAST = {"train": 45.0, "decode": 45.0, "read": 75.0}
+LEAST = {"train": 45.0, "decode": 45.0, "read": 75.0, "longest": 90.0}
 CACHE_HIT = "/jax/compilation_cache/cache_hits"  # a program that was not compiled again
 
 

@@ -17,7 +17,8 @@ SIDES = {
 def tables(records: list[dict]) -> str:
     """Returns the device, a table for each kind of case, and the reasons of failed cases."""
     parts = [_head(records)]
-    for kind, table in (("train", _training), ("decode", _decoding), ("read", _reading)):
+    kinds = {"train": _training, "decode": _decoding, "read": _reading, "longest": _longest}
+    for kind, table in kinds.items():
         rows = [r for r in records if r["kind"] == kind and "reason" not in r]
         rows.sort(key=lambda r: (r["model"], r["tokens"]))  # equal ones in the order of measurement
         if rows:
@@ -49,7 +50,7 @@ def _table(title: str, columns: str, rows: list[list[str]]) -> str:
     return "\n".join([f"### {title}\n", *lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-TEXT = ("model", "attention", "side", "computed by", "remat")
+TEXT = ("model", "attention", "side", "kept on", "computed by", "remat")
 
 
 def _training(rows: list[dict]) -> str:
@@ -97,6 +98,22 @@ def _reading(rows: list[dict]) -> str:
             _costs(r)[0], peak, _costs(r)[1], _computed(r),
         ])  # fmt: skip
     return _table("Reading", columns, cells)
+
+
+def _longest(rows: list[dict]) -> str:
+    columns = (
+        "model | kept on | longest text | of memory % | remat | timed text | tokens/s | from - to "
+        "| MFU % | GB | host GB | compile s"
+    )
+    cells = [
+        [
+            r["model"], r["side"], f"{r['longest']:,}", _percent(r["used"]), r["remat"],
+            f"{r['timed_tokens']:,}", *_rate(r), _percent(r["mfu"]), number(r["plan_gb"]),
+            number(r["host_gb"]), number(r["compile_s"]),
+        ]
+        for r in rows
+    ]  # fmt: skip
+    return _table("Longest texts", columns, cells)
 
 
 RATIOS = ("tokens_per_second", "token", "peak_gb")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib.util
 import math
+import os
 import resource
 import statistics
 import time
@@ -21,6 +23,18 @@ CEPE, PROJECTED = "cepe", "cepe projected"  # store the encoder's states, or key
 STEP_TOKENS = 32_768  # tokens of an update, unless a text is longer or memory does not suffice
 NEW_TOKENS = 64  # tokens that decoding adds
 TIMED, ENOUGH = 7, 30.0  # timed runs, and seconds after which no further run begins
+OFFLOAD, DEVICE = "offload", "device"  # where updates of the longest texts keep activations
+LONGEST_SECONDS = 20.0  # that a timed update of a long text is predicted to take, at most
+HOST_SHARE = 0.8  # of the host's memory that offloaded arrays may take
+LONGEST = {  # the configs of these updates, by model
+    "1.1b": ("--model.preset=tinyllama-1.1b", "--model.dtype=bfloat16", "--data.path=none"),
+    "8b-qlora": ("--config", "lcjax:llama3_8b_512k_qlora"),
+    "tiny": ("--model.preset=tiny", "--data.path=none"),
+}
+KEPT = {
+    OFFLOAD: ("--model.remat=offload", "--train.offload=optimizer"),
+    DEVICE: ("--model.remat=full",),
+}
 USABLE = 0.95  # largest share of the allocator's memory that the compiler's plan may take
 # The packages that lcjax needs for these cases, by import name.
 NEEDED = {name: name for name in ("draccus", "flax", "jaxtyping", "mergedeep", "optax")}
@@ -39,13 +53,15 @@ MODULES = (
 class Case:
     """One measurement: its kind, a model, tokens of a text, and the attention or memory."""
 
-    kind: str  # train, decode or read
-    model: str  # of `shape`
-    tokens: int
-    side: str  # OURS or an attention for `forced`; for "read" a memory or FULL
+    kind: str  # train, decode, read or longest
+    model: str  # of `shape`, or of LONGEST
+    tokens: int  # 0: as many as fit
+    side: str  # OURS or an attention for `forced`; a memory or FULL; or a key of KEPT
 
     @property
     def name(self) -> str:
+        if not self.tokens:
+            return f"{self.kind} {self.model} {self.side}"
         k = f"{self.tokens // 1024}k" if self.tokens % 1024 == 0 else str(self.tokens)
         return f"{self.kind} {self.model} {k} {self.side}"
 
@@ -57,6 +73,7 @@ def cases(tiny: bool = False) -> list[Case]:
             *(Case("train", "tiny", 64, side) for side in (OURS, f"{JAX_NN}xla")),
             *(Case("decode", "tiny", 64, side) for side in (OURS, f"{JAX_NN}xla")),
             *(Case("read", "tiny", 256, side) for side in (FULL, CEPE, SHARED_LLM)),
+            *(Case("longest", "tiny", 0, side) for side in KEPT),
         ]
     train, decode = (OURS, f"{JAX_NN}cudnn"), (OURS, f"{JAX_NN}xla")
 
@@ -71,6 +88,7 @@ def cases(tiny: bool = False) -> list[Case]:
         *both("1.1b", 16 * k),
         *(Case("read", "1.1b", 128 * k, side) for side in (CEPE, FULL, SHARED_LLM)),
         *both("1.1b", 64 * k),
+        *(Case("longest", model, 0, side) for model in ("1.1b", "8b-qlora") for side in KEPT),
         # Its backward pass does not compute attention again, unlike that of jax.nn.
         Case("train", "1.1b", 16 * k, "cudnn"),
         *both("135m", 16 * k),
@@ -164,7 +182,8 @@ def measure(case: Case, begin: Callable[[str], None]) -> dict:
       case: what to measure.
       begin: called with a description before each step that may take long.
     """
-    record = _train(case, begin) if case.kind == "train" else _read(case, begin)
+    run = {"train": _train, "longest": _longest}.get(case.kind, _read)
+    record = run(case, begin)
     return record | {"clocks": records.nvidia_smi(*records.CLOCKS)}
 
 
@@ -226,6 +245,119 @@ def _train(case: Case, begin) -> dict:
             "mfu": _share(flops / statistics.median(seconds), cost.peak_flops()),
         }
     )
+
+
+def _longest(case: Case, begin) -> dict:
+    """Finds the longest text of which an update fits, and times one of a shorter text."""
+    import jax
+
+    from lcjax import config as config_lib
+    from lcjax import cost
+    from lcjax.parallel.sharding import Mesh, make_mesh
+    from lcjax.training import TrainConfig, estimate
+    from pallas_kernels import dispatch
+
+    words = (*LONGEST[case.model], *KEPT[case.side], "--train.batch_size=1")
+    words += ("--train.accumulation=1", "--mesh.fsdp=1", "--mesh.context=1")
+    config = config_lib.parse(TrainConfig, words)
+    model, mesh = estimate.model_of(config), make_mesh(Mesh(fsdp=1), jax.devices()[:1])
+    is_tiny, platform = case.model == "tiny", dispatch.platform()
+    step, most = (64, 512) if is_tiny else (4096, estimate.MOST_TOKENS)
+    usable = USABLE * min(_memory_limit(), 1e15)
+    host = HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def share(device: float, on_host: float) -> float:
+        """Returns how full the memory is: of the device or of its host, which is fuller."""
+        return max(device / usable, on_host / host)
+
+    def estimated(tokens: int) -> float:
+        memory = estimate.memory_of_length(config, model, mesh, platform, tokens)
+        return share(memory.total, memory.host)
+
+    def compiled(tokens: int) -> tuple:
+        begin(f"compiling {tokens} tokens")
+        return _compiled_step(case, config, model, mesh, tokens)
+
+    tokens, plans = estimate.longest_text(estimated, 1.0, step, most), {}
+    while tokens and tokens not in plans and len(plans) < 3:
+        plan = compiled(tokens)[-1]
+        plans[tokens] = share(1e9 * plan["plan_gb"], 1e9 * plan["host_gb"])
+        half = tokens // 2 // step * step or tokens + step
+        of_token = (estimated(tokens) - estimated(half)) / (tokens - half)
+        free = 1.0 - plans[tokens]
+        tokens += int((0.95 if free > 0 else 1.05) * free / of_token) // step * step
+        tokens = min(max(tokens, step), most)
+    fitting = [tokens for tokens, used in plans.items() if used <= 1.0]
+    if not fitting:
+        raise MemoryError(f"no text fits; shares of the memory by tokens: {plans}")
+
+    def seconds(tokens: int) -> float:
+        flops = cost.estimate(model, tokens).training_flops * tokens
+        return flops / (0.4 * (cost.peak_flops() or 1e12))
+
+    timed = min(
+        max(fitting), max(step, estimate.longest_text(seconds, LONGEST_SECONDS, step, most))
+    )
+    program, inputs, record = compiled(timed)
+    begin("making zeros")
+    state, *others = jax.tree.map(_zeros, inputs)
+
+    def run() -> float:
+        nonlocal state
+        start = time.perf_counter()
+        state, info = program(state, *others)
+        jax.block_until_ready((state, info))
+        return time.perf_counter() - start
+
+    begin("running")
+    run()
+    times = _repeated(run, begin)
+    flops = cost.estimate(model, timed).training_flops * timed
+    return (
+        record
+        | _rates(timed, times)
+        | {
+            "longest": max(fitting),
+            "used": plans[max(fitting)],
+            "timed_tokens": timed,
+            "rows": 1,
+            "remat": model.remat,
+            "step_flops": flops,
+            "mfu": _share(flops / statistics.median(times), cost.peak_flops()),
+        }
+    )
+
+
+def _compiled_step(case: Case, config, model, mesh, tokens: int) -> tuple:
+    """Returns the compiled update of a text, its abstract inputs, and fields of the record."""
+    from lcjax.training import compile_only
+    from pallas_kernels.explanations import record_explanations
+
+    data = dataclasses.replace(config.data, length=tokens)
+    config = dataclasses.replace(config, data=data)
+    start = time.perf_counter()
+    with record_explanations() as explanations:
+        lowered = compile_only.lower(config, model, mesh)
+    program = lowered.compile()
+    plan = program.memory_analysis()
+    nbytes = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
+    record = {
+        "compile_s": time.perf_counter() - start,
+        "plan_gb": (nbytes - plan.alias_size_in_bytes) / 1e9,
+        "host_gb": (plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes) / 1e9,
+        "attention": _implementations(case, explanations),
+    }
+    return program, compile_only.abstract_inputs(config, model, mesh), record
+
+
+def _zeros(abstract):
+    """Returns zeros on the device, or in the memory of its host, as the sharding says."""
+    import jax
+    import numpy as np
+
+    is_key = jax.dtypes.issubdtype(abstract.dtype, jax.dtypes.prng_key)
+    value = jax.random.key(0) if is_key else np.zeros(abstract.shape, abstract.dtype)
+    return jax.device_put(value, abstract.sharding)
 
 
 def _compiled_update(config, rows: int, case: Case, mesh):

@@ -74,7 +74,12 @@ def _row(part: str, record: dict, records: dict[str, dict]) -> list[str]:
         ) if record.get("steps") else ""  # fmt: skip
         return [part, record["case"], trained + ", ".join(cells), "", said, commit]
     low, high = map(_rate, record["range"])
-    result = f"{_rate(record['tokens_per_second'])} tokens/s ({low} - {high})"
+    fits = (
+        f"{record['longest']:,} tokens fit; of {record['timed_tokens']:,} "
+        if "longest" in record
+        else ""
+    )
+    result = fits + f"{_rate(record['tokens_per_second'])} tokens/s ({low} - {high})"
     for key, unit in (("mfu", "MFU"), ("bandwidth_share", "of bandwidth")):
         result += f", {record[key]:.0%} {unit}" if record.get(key) else ""
     peak = record["peak_gb"] or record.get("plan_gb")

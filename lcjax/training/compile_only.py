@@ -39,6 +39,24 @@ def step_flops(config: TrainConfig, model: ModelConfig) -> float:
 
 def lower(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
     """Lowers the training step for the devices of `mesh`, which need not be present."""
+    inputs = abstract_inputs(config, model, mesh)
+    objective = language_model(
+        *(model, config.train.positions),
+        chunk=config.train.loss_chunk,
+        mesh=mesh,
+        distill=config.train.distill,
+    )
+    step = jitted_step(config, objective, mesh, inputs[0])
+    # The abstract mesh names the device kind, by which kernels choose their implementation.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return step.trace(*inputs).lower()
+
+
+def abstract_inputs(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> tuple:
+    """Returns shapes, dtypes and shardings of the arguments of the training step.
+
+    They are the state, the frozen weights, a batch, and the number of updates that were skipped.
+    """
     batches.check_rows(config, mesh.shape)
     batches.check_context(config, model)
     train = config.train
@@ -50,13 +68,7 @@ def lower(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> j
     settings = {"seed": train.seed, "ema": train.ema is not None, "offload": train.offload}
     state = abstract_state(trained, optim.optimizer(train), mesh, **settings)
     num_nonfinite = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
-    objective = language_model(
-        *(model, train.positions), chunk=train.loss_chunk, mesh=mesh, distill=train.distill
-    )
-    step = jitted_step(config, objective, mesh, state)
-    # The abstract mesh names the device kind, by which kernels choose their implementation.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return step.trace(state, frozen, abstract_batch(config, model, mesh), num_nonfinite).lower()
+    return state, frozen, abstract_batch(config, model, mesh), num_nonfinite
 
 
 def abstract_batch(

@@ -113,8 +113,8 @@ def longest_report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
         part = dataclasses.replace(config, train=dataclasses.replace(train, offload=offload))
         model = model_of(part).replace(remat=kind)
         platform = "tpu" if topology.tpu else "gpu"
-        need = functools.cache(functools.partial(_memory_of_length, part, model, mesh, platform))
-        longest = _longest(lambda n, need=need: need(n).total, chip.usable, step, MOST_TOKENS)
+        need = functools.cache(functools.partial(memory_of_length, part, model, mesh, platform))
+        longest = longest_text(lambda n, need=need: need(n).total, chip.usable, step, MOST_TOKENS)
         cells = [f"{longest:>11,}", f"{need(longest).host / 1e9 if longest else 0:>8,.0f}"]
         if shards > 1 and longest:
             # What a strategy holds of others' keys takes the place of tokens.
@@ -135,7 +135,7 @@ def longest_report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
     return any(longest for longest, _ in lines)
 
 
-def _memory_of_length(
+def memory_of_length(
     config: TrainConfig, model: ModelConfig, mesh: Mesh, platform: str, length: int
 ) -> cost.MemoryEstimate:
     """Returns the memory of training on texts of `length` tokens; other arguments as there."""
@@ -143,7 +143,7 @@ def _memory_of_length(
     return training_memory(dataclasses.replace(config, data=data), model, mesh, platform)
 
 
-def _longest(need: Callable[[int], float], usable: float, step: int, most: int) -> int:
+def longest_text(need: Callable[[int], float], usable: float, step: int, most: int) -> int:
     """Returns the largest multiple of `step` up to `most` that needs at most `usable`, or 0.
 
     The result may be a 64th too small. `need` rises with the length, and nearly on a line.

@@ -41,9 +41,23 @@ def test_a_case_has_its_rate_its_spread_and_what_computed_its_attention(name):
         assert case.tokens * record["rows"] == pytest.approx(
             record["tokens_per_second"] * sorted(record["seconds"])[len(record["seconds"]) // 2]
         )
+    elif case.kind == "longest":
+        assert record["timed_tokens"] <= record["longest"] and record["used"] <= 1.0
+        assert computed == {"xla"} and record["step_flops"] > 0
     else:  # jax.nn decodes, and lcjax reads the prompt
         assert computed == ({side, "xla"} if case.kind == "decode" else {"xla"})
     json.dumps(record)
+
+
+@pytest.mark.slow
+def test_the_longest_text_is_the_longest_that_the_compiler_plans_for(monkeypatch):
+    monkeypatch.setattr(model_runs, "_memory_limit", lambda: 5e6)
+    record = model_runs.measure(TINY["longest tiny device"], lambda what: None)
+    assert record["longest"] % 64 == 0 and 0 < record["longest"] < 512
+    assert 0.7 < record["used"] <= 1.0  # of 95 %; a step is 64 tokens
+    monkeypatch.setattr(model_runs, "_memory_limit", lambda: 1e6)
+    with pytest.raises(MemoryError, match="no text fits"):
+        model_runs.measure(TINY["longest tiny device"], lambda what: None)
 
 
 def test_the_attention_of_a_peer_computes_the_same():

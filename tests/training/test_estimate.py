@@ -92,11 +92,11 @@ def test_the_longest_text_is_found_with_few_estimates(need):
         return need(length)
 
     usable, step = 80e9, 1024
-    found = estimate._longest(functools.cache(counted), usable, step, 10**8)
+    found = estimate.longest_text(functools.cache(counted), usable, step, 10**8)
     assert found % step == 0 and len(lengths) < 16
     assert found == 0 or need(found) <= usable
     assert need(found + max(step, found // 32)) > usable
-    assert estimate._longest(need, usable, step, 5000) == min(found, 4096)
+    assert estimate.longest_text(need, usable, step, 5000) == min(found, 4096)
 
 
 @pytest.mark.slow
