@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from installed_compilers import needs_libtpu
 
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.cost.chips import Topology
@@ -45,9 +46,6 @@ for_tpus = pytest.mark.parametrize(
     "path",
     [path for path in NOTEBOOKS if "accelerator: TPU" in path.read_text()],
     ids=lambda path: path.stem,
-)
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="pip install '.[aot]'"
 )
 
 

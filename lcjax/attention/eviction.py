@@ -655,7 +655,7 @@ class Evicting(FullCache):
                 return self.cut(arrays, Prompt(before, metadata.rotation, layout=metadata.layout))
 
             if self.policy.cuts_text:
-                arrays = jax.lax.cond(view.slots.cuts_first, cut, lambda x: x, arrays)
+                arrays = _if(view.slots.cuts_first, cut, arrays)
             if self.policy.positions == "consecutive":
                 num_evicted = before - self._next_position(arrays["order"], before)
                 metadata = metadata.replace(q_positions=metadata.q_positions - num_evicted[:, None])
@@ -677,7 +677,7 @@ class Evicting(FullCache):
 
         if isinstance(cuts, bool):
             return out, cut(arrays) if cuts else arrays
-        return out, jax.lax.cond(cuts, cut, lambda x: x, arrays)
+        return out, _if(cuts, cut, arrays)
 
     def _observe(self, arrays: Arrays, q, view: View, metadata, read: Prompt) -> Arrays:
         """Returns arrays with those that policies compute of the new tokens."""
@@ -959,6 +959,19 @@ class Evicting(FullCache):
         later_arrays = of_prefix(arrays, _LATER)
         moved = {name: arrays[name] for name in after._moved if name not in later_arrays}
         return after, moved | later_arrays
+
+
+def _if(condition: Bool[Array, ""], change: Callable[[Arrays], Arrays], arrays: Arrays) -> Arrays:
+    """Returns `change(arrays)`, or `arrays` unless the condition holds.
+
+    It is a loop of at most one round, whose arrays XLA updates in place: of a conditional it copies
+    the results, on GPUs in every step.
+    """
+
+    def one_round(state):
+        return jnp.zeros((), bool), change(state[1])
+
+    return jax.lax.while_loop(lambda state: state[0], one_round, (condition, arrays))[1]
 
 
 def of_prefix(arrays: Arrays, prefix: str) -> Arrays:

@@ -21,6 +21,7 @@ from cache_policy_support import (
     small_model,
     text,
 )
+from installed_compilers import needs_cuda_plugin
 from kv_cache_golden import filter_file, head_file
 from small_norm import SmallNorm
 
@@ -58,6 +59,8 @@ from lcjax.attention.policies import (
     ThinK,
 )
 from lcjax.config import parse
+from lcjax.cost.chips import Topology
+from lcjax.cost.compilers import devices
 from lcjax.cost.program import collectives
 from lcjax.errors import InputError
 from lcjax.evaluation import EvalConfig
@@ -348,8 +351,17 @@ def test_each_device_cuts_its_heads(policy):
     ids=named,
 )
 def test_a_generated_token_copies_no_cache(policy, rows):
-    config = TINY.replace(cache=policy, num_layers=1)
-    mesh = make_mesh(Mesh(fsdp=1), jax.devices()[:1])
+    assert_copies_no_cache(policy, rows, jax.devices()[:1])
+
+
+@pytest.mark.slow
+@needs_cuda_plugin
+def test_a_generated_token_copies_no_cache_of_a_gpu():
+    assert_copies_no_cache(SnapKV(tokens=512, window=8), 1, devices(Topology.parse("h100:1")))
+
+
+def assert_copies_no_cache(policy, rows, on):
+    config, mesh = TINY.replace(cache=policy, num_layers=1), make_mesh(Mesh(fsdp=1), on)
     program = lower_read(config, mesh, rows, 4096, 1).compile().as_text()
     _, entry = program.split("ENTRY ")
     shapes = re.findall(r"copy[.\d]* = \w+\[([\d,]+)\]", entry)  # copies and fusions of one

@@ -1,7 +1,6 @@
 """Compiling the training step for devices that are not present: shapes, reports and errors."""
 
 import hashlib
-import importlib.util
 import os
 import re
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from installed_compilers import CUDA_PLUGIN, needs_cuda_plugin, needs_libtpu
 from training_support import quick_compilation
 
 from lcjax import config as config_lib
@@ -26,11 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     *("--model.preset=tiny", "--data.length=64", "--train.batch_size=8", "--mesh.fsdp=4"),
     *("--mesh.context=2", "--train.accumulation=2"),
-)
-CUDA = next(filter(importlib.util.find_spec, ["jax_cuda13_plugin", "jax_cuda12_plugin"]), None)
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed: pip install -e '.[aot]'",
 )
 
 
@@ -72,7 +67,7 @@ def test_a_mesh_axis_may_be_a_part_of_an_axis_of_the_torus():
     assert len(set(mesh.devices.flat)) == 512
 
 
-@pytest.mark.skipif(CUDA is not None, reason="jax's CUDA plugin is installed")
+@pytest.mark.skipif(CUDA_PLUGIN is not None, reason="jax's CUDA plugin is installed")
 def test_gpus_need_the_plugin_and_the_way_to_it_is_said(capsys):
     assert main(["--compile_only", "--topology", "h200:8", *TINY]) == 2
     output = capsys.readouterr().err
@@ -131,7 +126,7 @@ def test_topologies_of_less_than_a_host_have_their_devices(name):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CUDA is None, reason="jax's CUDA plugin is not installed")
+@needs_cuda_plugin
 def test_a_step_is_compiled_for_gpus_that_are_not_here():
     command = [sys.executable, "train.py", "--compile_only", "--topology", "h200:8", *TINY]
     env = os.environ | {"JAX_PLATFORMS": "cpu"}

@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from installed_compilers import needs_libtpu
 from training_support import quick_compilation, tiny, write_corpus
 
 from lcjax import checkpoints, cost
@@ -258,10 +258,7 @@ def test_a_run_saves_resumes_scores_and_exports_offloaded_arrays(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed: pip install -e '.[aot]'",
-)
+@needs_libtpu
 def test_the_tpu_compiler_keeps_one_offloaded_layer_on_the_device(enable_xla_optimizations):
     topology = Topology.parse("v5e:2x2")
     mesh = make_mesh(Mesh(), devices(topology))
