@@ -541,7 +541,10 @@ def choose_and_run(direction: str, arrays, operands: Operands, static: tuple[str
     """
     name, spec = static
     d_lse = direction == "backward" and arrays[-1] is not None
-    choice = choose(name, *as_rows(arrays[:3]), operands, spec, direction, d_lse)
+    inputs = arrays[:3]
+    if any(isinstance(x, FoldedHeads) for x in inputs):  # their shapes alone are needed
+        inputs = jax.eval_shape(as_rows, inputs)
+    choice = choose(name, *inputs, operands, spec, direction, d_lse)
     return run(direction, choice, arrays, operands, spec)
 
 

@@ -50,3 +50,9 @@ def as_rows(tree: Any) -> Any:
         return isinstance(x, FoldedHeads)
 
     return jax.tree.map(lambda x: x.rows() if is_folded(x) else x, tree, is_leaf=is_folded)
+
+
+def are_alike(k: Any, v: Any) -> bool:
+    """Returns whether both are arrays or codes, or `FoldedHeads` of the same heads of a text."""
+    shapes = [x.array.shape[:3] if isinstance(x, FoldedHeads) else None for x in (k, v)]
+    return shapes[0] == shapes[1]

@@ -19,7 +19,7 @@ longest: the longest text of which an update fits by the compiler's plan, of Tin
     weights) and of Llama-3-8B under QLoRA (configs/llama3_8b_512k_qlora.yaml), with activations and
     moments in host memory ("offload"), or on the GPU with `remat: full` ("device"). An update of
     such a text takes minutes, so tokens/s are those of the longest one that is predicted to take 20
-    seconds. Weights and tokens are zeros.
+    seconds. Weights are zeros.
 
 The side "lcjax" chooses its attention itself. Its peers are the same model with another attention:
 jax.nn.dot_product_attention by cuDNN (training) or by XLA (decoding, because cuDNN copies the

@@ -102,14 +102,14 @@ def _reading(rows: list[dict]) -> str:
 
 def _longest(rows: list[dict]) -> str:
     columns = (
-        "model | kept on | longest text | of memory % | remat | timed text | tokens/s | from - to "
-        "| MFU % | GB | host GB | compile s"
+        "model | kept on | longest text | GB | host GB | of memory % | remat | timed text "
+        "| tokens/s | from - to | MFU % | compile s"
     )
     cells = [
         [
-            r["model"], r["side"], f"{r['longest']:,}", _percent(r["used"]), r["remat"],
-            f"{r['timed_tokens']:,}", *_rate(r), _percent(r["mfu"]), number(r["plan_gb"]),
-            number(r["host_gb"]), number(r["compile_s"]),
+            r["model"], r["side"], f"{r['longest']:,}", *map(number, r["longest_gb"]),
+            _percent(r["used"]), r["remat"], f"{r['timed_tokens']:,}", *_rate(r),
+            _percent(r["mfu"]), number(r["compile_s"]),
         ]
         for r in rows
     ]  # fmt: skip

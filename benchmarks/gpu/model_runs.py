@@ -44,6 +44,7 @@ MODULES = (
     "lcjax.cost",
     "lcjax.generation.language_model",
     "lcjax.memory",
+    "lcjax.training.compile_only",
     "lcjax.training.state",
     "lcjax.training.step",
 )
@@ -278,35 +279,44 @@ def _longest(case: Case, begin) -> dict:
         begin(f"compiling {tokens} tokens")
         return _compiled_step(case, config, model, mesh, tokens)
 
-    tokens, plans = estimate.longest_text(estimated, 1.0, step, most), {}
-    while tokens and tokens not in plans and len(plans) < 3:
+    tokens, plans, sizes = estimate.longest_text(estimated, 1.0, step, most) or step, {}, {}
+    while tokens not in plans and len(plans) < 4:
         plan = compiled(tokens)[-1]
+        sizes[tokens] = plan["plan_gb"], plan["host_gb"]
         plans[tokens] = share(1e9 * plan["plan_gb"], 1e9 * plan["host_gb"])
+        # Along the line through the last two plans, or with the slope of the estimate
+        other = next((n for n in reversed(plans) if n != tokens), None)
         half = tokens // 2 // step * step or tokens + step
-        of_token = (estimated(tokens) - estimated(half)) / (tokens - half)
+        shares, other = (estimated, half) if other is None else (plans.get, other)
+        of_token = (shares(tokens) - shares(other)) / (tokens - other)
         free = 1.0 - plans[tokens]
         tokens += int((0.95 if free > 0 else 1.05) * free / of_token) // step * step
         tokens = min(max(tokens, step), most)
     fitting = [tokens for tokens, used in plans.items() if used <= 1.0]
     if not fitting:
-        raise MemoryError(f"no text fits; shares of the memory by tokens: {plans}")
+        raise MemoryError(f"no text fits; parts of the memory by tokens: {plans}")
+    longest = max(fitting)
 
     def seconds(tokens: int) -> float:
         flops = cost.estimate(model, tokens).training_flops * tokens
         return flops / (0.4 * (cost.peak_flops() or 1e12))
 
-    timed = min(
-        max(fitting), max(step, estimate.longest_text(seconds, LONGEST_SECONDS, step, most))
-    )
+    timed = min(longest, max(step, estimate.longest_text(seconds, LONGEST_SECONDS, step, most)))
     program, inputs, record = compiled(timed)
-    begin("making zeros")
-    state, *others = jax.tree.map(_zeros, inputs)
+    begin("making weights of zeros")
+    state, frozen, shapes, skipped = inputs
+    batch = {
+        name: jax.device_put(x, shapes[name].sharding)
+        for name, x in training.batch(1, timed, model.vocab_size).items()
+    }
+    state, frozen, skipped = jax.tree.map(_zeros, (state, frozen, skipped))
 
     def run() -> float:
         nonlocal state
         start = time.perf_counter()
-        state, info = program(state, *others)
+        state, info = program(state, frozen, batch, skipped)
         jax.block_until_ready((state, info))
+        assert info["tokens"] == timed, "the text was not read whole"
         return time.perf_counter() - start
 
     begin("running")
@@ -317,8 +327,9 @@ def _longest(case: Case, begin) -> dict:
         record
         | _rates(timed, times)
         | {
-            "longest": max(fitting),
-            "used": plans[max(fitting)],
+            "longest": longest,
+            "used": plans[longest],
+            "longest_gb": sizes[longest],
             "timed_tokens": timed,
             "rows": 1,
             "remat": model.remat,

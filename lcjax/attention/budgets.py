@@ -142,6 +142,7 @@ class HeadBudget(draccus.ChoiceRegistry, abc.ABC):
     # Whether a ratio keeps int(n (1 - ratio)) of the n tokens of all layers; else it evicts
     # int(n ratio)
     rounds_down: ClassVar[bool] = False
+    needs_attention: ClassVar[bool] = False  # whether scores must be weights of attention
     # A head keeps at most this multiple of an equal share; its cache has as many slots.
     most: Annotated[float, Interval(least=1)] = 2.0
 
@@ -216,6 +217,10 @@ class AdaptiveOriginal(HeadBudget):
     floor: Fraction = 0.2
     # Whether scores are first multiplied by the part of their sum that the best b of a head have
     normalized: bool = False
+
+    @property
+    def needs_attention(self) -> bool:
+        return self.normalized
 
     def counts(self, scores, counts, most, slots, layer):
         best = jax.lax.top_k(scores, min(most, scores.shape[-1]))[0]

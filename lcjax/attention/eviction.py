@@ -80,6 +80,7 @@ class CachePolicy(CacheMethod):
     # Whether a part of `part` tokens is scored as if it were the whole text; for policies without
     # arrays of their own
     scores_part: ClassVar[bool] = False
+    scores_attention: ClassVar[bool] = False  # whether scores are weights of attention, at least 0
     # Names of arrays [B, K, S, 1] float32 with a number for each slot, which moves with its token.
     slot_state: ClassVar[tuple[str, ...]] = ()
     # How much stays: a number of tokens for each key head, all but a share of the tokens read, or
@@ -131,6 +132,12 @@ class CachePolicy(CacheMethod):
             )
         if self.layers is not None:
             self._check_layers()
+        if self.heads is not None and self.heads.needs_attention and not self.scores_attention:
+            kind = self.get_choice_name(type(self))
+            raise InputError(
+                f"model.cache.heads.normalized=True weights heads by sums of attention, and type="
+                f"{kind} has other scores; leave normalized out, or use snapkv"
+            )
         if self.span is not None and (self.heads or self.critical):
             other = "heads" if self.heads else "critical"
             raise InputError(

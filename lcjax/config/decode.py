@@ -445,7 +445,7 @@ def check_instance(key: str, value: object, base: type) -> None:
     matches = [cls for cls in known.values() if kind is cls]
     way_out = f"pass {constructor(matches[0])}" if matches else suggestion(kind, known)
     if matches and isinstance(value, dict) and value.keys() >= set(_required(matches[0])):
-        way_out = f"pass {written(section(base, value, key))}"
+        way_out = f"pass {constructor_call(section(base, value, key))}"
     raise InputError(f"{key}={value!r:.60} must be an instance of {base.__name__}; {way_out}")
 
 
@@ -468,15 +468,15 @@ def _required(cls: type) -> list[str]:
     ]
 
 
-def written(value: object) -> str:
+def constructor_call(value: object) -> str:
     """Returns the call that makes an instance, with the fields that are not at their defaults."""
     if isinstance(value, tuple):
-        return f"({', '.join(map(written, value))}{',' * (len(value) == 1)})"
+        return f"({', '.join(map(constructor_call, value))}{',' * (len(value) == 1)})"
     if not dataclasses.is_dataclass(value):
         return repr(value)
     package = ".".join(type(value).__module__.split(".")[:2])
     fields = (
-        f"{field.name}={written(getattr(value, field.name))}"
+        f"{field.name}={constructor_call(getattr(value, field.name))}"
         for field in dataclasses.fields(value)
         if field.init and getattr(value, field.name) != field.default
     )
@@ -504,9 +504,8 @@ def _placed(message: str, name: str) -> str:
     parents, _, last = name.rpartition(".")
     if not name or message.startswith((f"{name}.", f"{name} ")):
         return message
-    if name in message.partition("=")[0].split(
-        "."
-    ):  # `model.cache.type=...` of an argument `cache`
+    # The key of a config in an error about an argument: `model.cache.type=...` of `cache`
+    if f".{name}." in f".{message.partition('=')[0]}.":
         return message
     if message.startswith(f"{last}."):
         return f"{parents}.{message}" if parents else message

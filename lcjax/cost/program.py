@@ -58,7 +58,7 @@ _GROUPS = re.compile(
 # A mesh axis with its size, 'x'=8, or the part of size 4 that follows one of size 2: 'x':(2)4.
 _AXIS = re.compile(r"'(\w+)'(?:(?:=|:\((\d+)\))(\d+))?")
 # What may copy an array from or to the memory of the host, which has the memory space 5.
-_COPY = re.compile(r"= (.*?) (copy|fusion|dynamic-slice|dynamic-update-slice)(-start)?\(")
+_COPY = re.compile(r"= (.*?) (copy|fusion|slice|dynamic-slice|dynamic-update-slice)(-start)?\(")
 _HOST = "S(5)"
 # What a slice of TPUs receives from others: the devices, and the kind of collective.
 _RECEIVED = re.compile(r"= \((.*?), u32\[\].*? (recv)()\(.*_xla_megascale_target=")
@@ -222,17 +222,17 @@ def between_slices(text: str, slices: Iterable[int] = ()) -> Traffic:
 def host_copies(text: str) -> Traffic:
     """Counts copies between a device and its host in the text of an optimised HLO module."""
     module, totals = hlo.Module(text), [0, 0, 0]
-    for match, computation, times, overlapped in _walk(module, _COPY):
+    for match, computation, times, overlapped in _walk(module, _COPY, has_channels=False):
         x = hlo.Instruction.parse(match.string)
         shapes = [x.shape]
-        if not match[3]:  # the shape of a started operation has its operands
-            shapes += map(module.shapes(computation).get, x.operands)
-        places = {_HOST in shape for shape in filter(None, shapes)}
-        if True not in places or (len(places) == 1 and not match[3]):
-            continue  # nothing in the host's memory, or all of it
-        arrays = ARRAY.findall(" ".join(filter(None, shapes)))
+        if not match[3]:  # else the shape of the result has those of the operands
+            operands = filter(None, map(module.shapes(computation).get, x.operands))
+            shapes += [shape for shape in operands if (_HOST in shape) != (_HOST in x.shape)]
+        if not any(_HOST in shape for shape in shapes) or (len(shapes) == 1 and not match[3]):
+            continue  # nothing in the memory of the host, or all of it
+        arrays = ARRAY.findall(" ".join(shapes))
         # The part that moves is the smallest of the arrays; scalars say where it is.
-        size = min(hlo.array_bytes(*array[:2]) for array in arrays if array[1])
+        size = min((hlo.array_bytes(*array[:2]) for array in arrays if array[1]), default=0)
         for i, count in enumerate((times, times * size, times * overlapped)):
             totals[i] += count
     return Traffic(*totals)
@@ -269,8 +269,13 @@ def permuted_bytes(text: str) -> dict[tuple[int, int], int]:
     return dict(totals)
 
 
-def _walk(module: hlo.Module, pattern: re.Pattern = _COLLECTIVE) -> Iterator[_Collective]:
-    """Yields the instructions that match `pattern`, with groups as those of `_COLLECTIVE`."""
+def _walk(
+    module: hlo.Module, pattern: re.Pattern = _COLLECTIVE, *, has_channels: bool = True
+) -> Iterator[_Collective]:
+    """Yields the instructions that match `pattern`, with groups as those of `_COLLECTIVE`.
+
+    Those of one channel in a fusion or call count once; False: they have no channels.
+    """
     bodies = module.lines
 
     def walk(name: str, times: int, seen: set | None, overlapped: bool) -> Iterator[_Collective]:
@@ -281,7 +286,7 @@ def _walk(module: hlo.Module, pattern: re.Pattern = _COLLECTIVE) -> Iterator[_Co
             if match := pattern.search(line):
                 channel = match[2], _channel(line)
                 # Fusions that overlap a collective with work repeat it at its start and its end.
-                if seen is not None and channel in seen and pattern is not _COPY:
+                if has_channels and seen is not None and channel in seen:
                     continue
                 if seen is not None:
                     seen.add(channel)

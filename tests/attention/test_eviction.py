@@ -687,6 +687,10 @@ def rates_of(heads, columns):
         (lambda: Phases(Knorm(tokens=4, chunk=8)), "generation.chunk=8 .* leave chunk out"),
         (lambda: Knorm(tokens=4, span=2, heads=AdaptiveHeads()), "heads chooses .* span"),
         (
+            lambda: Knorm(tokens=4, heads=AdaptiveOriginal(normalized=True)),
+            "normalized=True weights heads by sums of attention, and type=knorm",
+        ),
+        (
             lambda: Knorm(tokens=4, positions="consecutive", heads=AdaptiveHeads()),
             "positions=consecutive .* leave model.cache.heads out",
         ),

@@ -122,6 +122,17 @@ def test_products_of_float32_are_counted_by_scope_and_others_are_not():
     assert hlo.float32_products(module) == {"layers/rope/dot_general": 1}
 
 
+def test_a_kernel_that_is_fused_with_the_write_of_its_result_is_counted():
+    before = """
+%part (p: bf16[2]) -> bf16[4,2] {
+  %lcjax_forward.1 = bf16[2]{0} custom-call(%p), custom_call_target="tpu_custom_call"
+  ROOT %w = bf16[4,2]{1,0} dynamic-update-slice(%all, %lcjax_forward.1, %i)
+}
+"""
+    module = entry("ROOT %f = bf16[4,2]{1,0} fusion(%cache), calls=%part", before=before)
+    assert hlo.kernels(module) == {"lcjax_forward": 1}
+
+
 def test_cycles_and_kernels_are_summed_over_the_program():
     module = entry(
         '%f.1 = f32[8] fusion(%x), backend_config={"estimated_cycles":"100"}',

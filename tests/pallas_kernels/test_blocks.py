@@ -231,9 +231,21 @@ def test_heads_that_are_rows_are_read_where_a_cache_has_them(heads, scores):
         implementation="reference", **places,
     )  # fmt: skip
     assert_close(found, expected)
-    for options in ({}, {"implementation": "reference"}, {"splits": 3}):
-        whole = flash(q, *map(FoldedHeads, cache), causal(), scale=0.3, **places, **options)
-        assert_close(whole, expected)
+    folded, rows = map(FoldedHeads, cache), cache.reshape(2, texts * heads, slots, 1, 16)
+    keys, values = folded
+    for pair in ((keys, values), (rows[0], values), (keys, rows[1])):
+        for options in ({}, {"implementation": "reference"}, {"splits": 3}):
+            whole = flash(q, *pair, causal(), scale=0.3, **places, **options)
+            assert_close(whole, expected)
+
+
+def test_values_whose_heads_are_rows_are_read_beside_an_array_of_keys():
+    """A chunk of rows is neither a part of the heads of a text nor all heads of some texts."""
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(6, 64, 8, 16)).astype(np.float32)
+    keys, values = rng.normal(size=(2, 2, 3, 2048, 16)).astype(np.float32)
+    rows = [x.reshape(6, 2048, 1, 16) for x in (keys, values)]
+    assert_close(flash(q, rows[0], FoldedHeads(values)), flash(q, *rows))
 
 
 def test_heads_that_are_rows_have_no_gradient():

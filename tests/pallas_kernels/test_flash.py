@@ -148,3 +148,14 @@ def test_wrong_inputs_raise_value_error(change, message):
     x = jnp.ones((1, 4, 2, 8))
     with pytest.raises(ValueError, match=message):
         flash(**(dict(q=x, k=x, v=x) | change))
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(256, (2, 8, 128)), (100, (2, 100, 4))])
+def test_log_sum_exps_are_kept_in_rows_of_128_where_tokens_divide(tokens, kept):
+    q, k, v = (jnp.ones((2, tokens, heads, 8)) for heads in (4, 2, 2))
+    policy = jax.checkpoint_policies.save_only_these_names("attention")
+    _, pull_back = jax.vjp(
+        jax.checkpoint(lambda *x: flash(*x, causal())[0], policy=policy), q, k, v
+    )
+    shapes = {x.shape for x in jax.tree.leaves(pull_back)}
+    assert shapes == {kept, q.shape, k.shape}

@@ -75,7 +75,7 @@ def test_equal_ranges_of_a_loop_hold_what_single_calls_hold(monkeypatch, axis, t
             sums = jnp.zeros(call.blocks, jnp.int32).at[places].add(jnp.where(live, steps, 0))
             return sums[None, None, :, None]
 
-        assert isinstance(calls, _tpu_grid.Looped) == (_tpu_grid.UNROLLED == 1)
+        assert isinstance(calls, _tpu_grid.LoopedCalls) == (_tpu_grid.UNROLLED == 1)
         return _tpu_grid.run_calls(calls, run)
 
     found = []

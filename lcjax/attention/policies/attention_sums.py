@@ -16,6 +16,8 @@ class AttentionSums(CachePolicy):
     Kernels return no sums over queries, so weights are computed a second time, in blocks.
     """
 
+    scores_attention: ClassVar[bool] = True
+
     slot_state: ClassVar[tuple[str, ...]] = ("received",)
 
     def observe(self, seen: Seen):

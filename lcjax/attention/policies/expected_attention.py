@@ -1,6 +1,7 @@
 """Expected attention: scores of keys for queries that are still to come."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +99,8 @@ class ExpectedAttention(ExpectedQuery):
     Scores are its softmax over the tokens after the sinks, averaged over the query heads of a key
     head, plus `epsilon`, times the norm of the value. Sinks always stay. As in kvpress.
     """
+
+    scores_attention: ClassVar[bool] = True
 
     examples = ({"tokens": 32}, {"ratio": 0.5, "covariance": False, "value_norm": False})
 

@@ -31,6 +31,8 @@ class KVzip(CachePolicy):
     reading it. Tokens after a prompt stay.
     """
 
+    scores_attention: ClassVar[bool] = True
+
     examples = (
         {"ratio": 0.5, "repeat_size": 16},
         {"tokens": 32, "heads": None, "normalized": True},

@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from lcjax.errors import Fraction, InputError, Interval, NonNegativeInt, OneOf, 
 
 class LastQueries(CachePolicy):
     """A policy that keeps the last queries, which may come from several chunks of a text."""
+
+    scores_attention: ClassVar[bool] = True
 
     @property
     @abc.abstractmethod

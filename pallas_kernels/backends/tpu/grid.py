@@ -240,10 +240,10 @@ def reason_of(tiling: Tiling, q, v, step: tuple[int, int], table: BlockTable | N
     return "; ".join(reasons)
 
 
-def fraction_of(calls: list | Looped, axis: int, tiling: Tiling) -> VisitedFraction | None:
+def fraction_of(calls: list | LoopedCalls, axis: int, tiling: Tiling) -> VisitedFraction | None:
     """Returns the fraction of pairs of blocks that `kernel_calls` visit; None if traced."""
     others = tiling.key_count if axis == 0 else tiling.count
-    if isinstance(calls, Looped):
+    if isinstance(calls, LoopedCalls):
         return calls.fraction(others)
     pairs = visited = tested = 0
     for call in (call for ranges in calls for row in ranges for call in row):
@@ -256,7 +256,7 @@ def fraction_of(calls: list | Looped, axis: int, tiling: Tiling) -> VisitedFract
 
 
 def report_kernel(
-    kernel: str, tiling: Tiling, calls: list | Looped, axis: int, *, tests_all: bool = False
+    kernel: str, tiling: Tiling, calls: list | LoopedCalls, axis: int, *, tests_all: bool = False
 ) -> None:
     """Reports the blocks of a kernel to `explain`.
 
@@ -408,14 +408,14 @@ def list_visits(table, *, heads: int, split: int) -> Visits:
     return listed
 
 
-class Sorted(NamedTuple):
+class SortedVisits(NamedTuple):
     """Visits sorted by output block: those of block i are the packed `codes` from starts[i] on."""
 
     codes: Array  # [lists of batch rows, lists of heads, n]
     starts: Array  # [.., .., blocks + 1]
 
 
-def sort_visits(visits: Visits, axis: int, blocks: int) -> Sorted:
+def sort_visits(visits: Visits, axis: int, blocks: int) -> SortedVisits:
     """Sorts visits by row block (`axis` 0) or by key block (1), of which there are `blocks`."""
     xp = namespace(*visits)
     codes = pack(Step(*visits[:3], np.int32(0), np.int32(0)))
@@ -429,7 +429,7 @@ def sort_visits(visits: Visits, axis: int, blocks: int) -> Sorted:
     else:
         key, codes = jax.lax.sort((key, codes), is_stable=True, num_keys=1)
     starts = _each_list(lambda x: xp.searchsorted(x, numbers), key)
-    return Sorted(codes, starts.astype(np.int32))
+    return SortedVisits(codes, starts.astype(np.int32))
 
 
 def _each_list(function, *arrays):
@@ -441,7 +441,7 @@ def _each_list(function, *arrays):
     return np.stack([function(*row) for row in rows]).reshape(*shape, -1)
 
 
-def order(visits: Sorted, axis: int, first: int | jax.Array, blocks: int, most: int):
+def order(visits: SortedVisits, axis: int, first: int | jax.Array, blocks: int, most: int):
     """Returns packed lists [.., .., size] of output blocks, and their lengths [.., ..].
 
     Args:
@@ -469,13 +469,13 @@ def order(visits: Sorted, axis: int, first: int | jax.Array, blocks: int, most: 
     live = np.arange(size) < used[..., None]
     edge = xp.ones_like(live[..., :1])
     turn = block[..., 1:] != block[..., :-1]
-    first = live & xp.concatenate([edge, turn], -1)
-    last = live & (xp.concatenate([turn, edge], -1) | (np.arange(size) == used[..., None] - 1))
+    is_first = live & xp.concatenate([edge, turn], -1)
+    is_last = live & (xp.concatenate([turn, edge], -1) | (np.arange(size) == used[..., None] - 1))
     row, col, kind, _, _ = unpack(codes)
-    return pack(Step(row, col, xp.where(live, kind, NOTHING), first, last)), used
+    return pack(Step(row, col, xp.where(live, kind, NOTHING), is_first, is_last)), used
 
 
-def _ranges(visits: Sorted, blocks: int, most: int) -> list[tuple[int, int]]:
+def _ranges(visits: SortedVisits, blocks: int, most: int) -> list[tuple[int, int]]:
     """Returns ranges of consecutive output blocks whose list fits into one call."""
     if namespace(*visits) is np:
         counts = np.diff(visits.starts).max((0, 1))
@@ -502,7 +502,9 @@ def kernel_calls(visits: Visits, axis: int, *, rows: int, cols: int, batch: int,
     if len(ranges) > UNROLLED:
         if namespace(*by_block) is np:
             most = max(int(np.diff(by_block.starts).max()), 1)
-        return Looped(by_block, axis, blocks, most, batch, heads)
+        looped = LoopedCalls(by_block, axis, blocks, most, batch, heads)
+        if len(looped) <= 4 * len(ranges):  # more, where few blocks have most visits
+            return looped
     return [
         _split_lists(*order(by_block, axis, lo, hi - lo, most), lo, hi - lo, batch, heads)
         for lo, hi in ranges
@@ -510,10 +512,10 @@ def kernel_calls(visits: Visits, axis: int, *, rows: int, cols: int, batch: int,
 
 
 @dataclass(frozen=True)
-class Looped:
+class LoopedCalls:
     """The `kernel_calls` of many ranges of output blocks, which are equal: a loop runs them."""
 
-    visits: Sorted
+    visits: SortedVisits
     axis: int
     blocks: int  # output blocks
     most: int  # visits of an output block
@@ -531,7 +533,7 @@ class Looped:
 
     def run(self, run):
         """Returns the outputs [batch, heads, ...] of `run(call)` for all calls."""
-        visits, count = Sorted(*map(jnp.asarray, self.visits)), self.range_blocks
+        visits, count = SortedVisits(*map(jnp.asarray, self.visits)), self.range_blocks
 
         def one_range(first):
             steps, used = order(visits, self.axis, first, count, self.most)
@@ -542,7 +544,7 @@ class Looped:
         firsts = np.minimum(np.arange(len(self)) * count, self.blocks - count)
         rest = self.blocks - (len(self) - 1) * count
 
-        def whole(x):  # [ranges, batch, heads, rows, width], or a vector with one row
+        def join_ranges(x):  # [ranges, batch, heads, rows, width], or a vector with one row
             axis = 4 if x.shape[3] == 1 else 3
             before = jnp.moveaxis(x[:-1], 0, axis - 1)
             shape = list(x.shape[1:])
@@ -551,7 +553,7 @@ class Looped:
             last = jax.lax.slice_in_dim(x[-1], start, None, axis=axis - 1)
             return jnp.concatenate([before.reshape(shape), last], axis - 1)
 
-        return jax.tree.map(whole, jax.lax.map(one_range, firsts.astype(np.int32)))
+        return jax.tree.map(join_ranges, jax.lax.map(one_range, firsts.astype(np.int32)))
 
     def fraction(self, others: int) -> VisitedFraction | None:
         """Returns the fraction of visited pairs with `others` blocks; None if traced."""
@@ -593,9 +595,9 @@ def calls_of(visits: Visits, tiling: Tiling, axis: int):
     return kernel_calls(visits, axis, **sizes)
 
 
-def run_calls(calls: list | Looped, run):
+def run_calls(calls: list | LoopedCalls, run):
     """Runs `run(call)` for all `kernel_calls`; concatenates the outputs [batch, heads, ...]."""
-    if isinstance(calls, Looped):
+    if isinstance(calls, LoopedCalls):
         return calls.run(run)
     return _join([_join_lists(lists, run) for lists in calls], -2)
 

@@ -27,7 +27,7 @@ from pallas_kernels.backends.xla.blocks import BlockSizes, Positions, Tiling, ad
 from pallas_kernels.biases import Bias
 from pallas_kernels.dispatch import Operands, Spec, user_table
 from pallas_kernels.explanations import report
-from pallas_kernels.folded import as_rows
+from pallas_kernels.folded import are_alike, as_rows
 from pallas_kernels.online_softmax import merge_parts
 from pallas_kernels.tables import BlockTable
 
@@ -78,7 +78,7 @@ def forward(
 ):
     """Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
     run = functools.partial(forward, platform=platform, blocks=blocks)
-    if spec.splits is not None or user_table(operands, spec) is not None:
+    if spec.splits is not None or user_table(operands, spec) is not None or not are_alike(k, v):
         k, v = as_rows((k, v))
     if _splits_keys(k, operands, spec):
         return _split_forward(run, q, k, v, operands, spec)
