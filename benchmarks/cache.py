@@ -48,6 +48,10 @@ METHODS = {
 }  # fmt: skip
 POLICIES = {
     "snapkv": {"type": "snapkv"},
+    "snapkv, PyramidKV": {"type": "snapkv", "layers": {"type": "pyramid"}},
+    "snapkv, Ada-KV": {"type": "snapkv", "heads": {"type": "adaptive"}},
+    "snapkv, CriticalKV": {"type": "snapkv", "critical": {}},
+    "snapkv, ChunkKV": {"type": "snapkv", "span": 20},
     "tova": {"type": "tova"},
     "h2o": {"type": "h2o"},
     "observed attention": {"type": "observed_attention"},
@@ -57,18 +61,34 @@ POLICIES = {
     },
     "lagkv": {"type": "lagkv"},
     "keydiff": {"type": "keydiff"},
+    "cur": {"type": "cur"},
+    "leverage": {"type": "leverage"},
+    "non-causal": {"type": "non_causal"},
+    "compactor": {"type": "compactor"},
     "kvzip": {"type": "kvzip"},
+    "kvcompose": {"type": "kvcompose"},
     "knorm": {"type": "knorm"},
     "streaming": {"type": "streaming"},
     "random": {"type": "random"},
 }  # fmt: skip
-KEYS_ONLY = ("lagkv", "keydiff", "knorm", "streaming", "random")  # which observe no queries
+# Policies that observe the same queries, or none, cut the same readings, in one process.
+ALIKE = (
+    [name for name in POLICIES if name.startswith("snapkv")],
+    ["h2o", "observed attention"],
+    ["expected attention", "expected attention, Ada-KV"],
+    ["non-causal", "compactor"],
+    ["lagkv", "keydiff", "cur", "leverage", "knorm", "streaming", "random"],
+)
+READ_AGAIN = ("kvzip", "kvcompose")  # at the end of a prompt, so not streamed
 # RULER at 4,096 tokens with Llama-3.1-8B-Instruct, question unseen, by the share evicted: the
 # leaderboard of kvpress (github.com/NVIDIA/kvpress); the full cache has 95.4
 PUBLISHED = {
     "kvzip": {0.25: 95.5, 0.5: 95.5, 0.75: 95.1},
     "expected attention, Ada-KV": {0.25: 94.0, 0.5: 91.5, 0.75: 74.3},
+    "compactor": {0.25: 94.0, 0.5: 87.7, 0.75: 77.8},
     "keydiff": {0.25: 91.0, 0.5: 84.7, 0.75: 74.2},
+    "snapkv, ChunkKV": {0.25: 85.8, 0.5: 75.0},
+    "snapkv, Ada-KV": {0.25: 88.1, 0.5: 78},
     "tova": {0.25: 86.5, 0.5: 75.5, 0.75: 64.2},
     "expected attention": {0.25: 87.6, 0.5: 74.7, 0.75: 52.7},
     "snapkv": {0.25: 80.3, 0.5: 67.0, 0.75: 40.0},
@@ -208,17 +228,16 @@ def measure_quality(args: argparse.Namespace) -> None:
         first = "streamed" if args.streamed else "text"
         groups = {"full": {f"{length} {first} - full": {}}}
         for name in args.methods:
-            # Those that read alike, in one process; streamed text has nothing to share.
-            alike = KEYS_ONLY if name in KEYS_ONLY and not args.streamed else name
+            alike = next((i for i, group in enumerate(ALIKE) if name in group), name)
+            if args.streamed and name in READ_AGAIN:
+                continue
             for setting in [512] if args.streamed else args.ratios:
                 method = {"cache": {**POLICIES[name], "ratio": setting}}
                 if args.streamed:
                     method["cache"] = {**POLICIES[name], "tokens": setting, "chunk": 256}
                 else:
                     method["question"] = args.question
-                if not (args.streamed and name == "kvzip"):  # which reads the text again at its end
-                    key = f"{length} {protocol} {setting} {name}"
-                    groups.setdefault(alike, {})[key] = method
+                groups.setdefault(alike, {})[f"{length} {protocol} {setting} {name}"] = method
         for methods in groups.values():
             missing = {key: x for key, x in methods.items() if key not in done.get(part, {})}
             if missing:
