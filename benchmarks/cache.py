@@ -8,11 +8,11 @@
 
 `memory` compiles Llama-3-8B in bfloat16, with `--layers` of its 32, for devices that need not be
 present (extras `aot` and `cuda`): reading the last 4,096 tokens of a prompt (fewer with chunks),
-the cut at its end, and a decoding step after it. `speed` reads a prompt with SmolLM2-135M on this
-CPU and decodes 64 tokens; each measurement is a process of its own, and methods take turns with
-the full cache. `quality` runs configs/eval_cache_smollm2.yaml, or eval_cache_stream_smollm2.yaml,
-for one method after the other; `--set model.path=... data.path=...` is for another model. All add
-their results to cache.json; a case that is there is not repeated.
+the cut at its end, and a decoding step after it. `speed` reads prompts with SmolLM2-135M on this
+CPU and decodes 64 tokens after each; methods and the full cache take turns with each prompt.
+`quality` runs configs/eval_cache_smollm2.yaml, or eval_cache_stream_smollm2.yaml, for the methods
+that can share readings; `--set model.path=... data.path=...` is for another model. All add their
+results to cache.json; a case of `memory` or `quality` that is there is not repeated.
 """
 
 import argparse
@@ -146,31 +146,40 @@ def memory(topology: str, name: str, length: int, layers: int) -> dict:
     }  # fmt: skip
 
 
-def speed(name: str, tokens: int) -> dict:
-    """Returns seconds of a prompt of `tokens`, and milliseconds of a token after it."""
+def speed(tokens: int, rounds: int, *names: str) -> dict:
+    """Returns seconds of a prompt of `tokens`, and milliseconds of a token after it, of each round.
+
+    Methods take turns with each prompt; all are compiled before the first round.
+    """
     import draccus
     import numpy as np
 
     from lcjax.attention import CacheMethod
-    from lcjax.checkpoints.build import ModelSection
     from lcjax.generation.language_model import LanguageModel
     from lcjax.generation.sampling import Sampling
 
-    cache = draccus.decode(CacheMethod, METHODS[name])
-    lm = LanguageModel.load(ModelSection(path="smollm2-135m-instruct", cache=cache))
-    prompts = np.random.default_rng(0).integers(100, 10_000, (3, 1, tokens)).tolist()
-
-    def run(prompt: list, new: int) -> float:
-        start = time.perf_counter()
-        lm.generate(prompt, Sampling(max_new_tokens=new, min_new_tokens=new))
-        return time.perf_counter() - start
-
-    for new in (1, NEW):  # compiles; the slots of both sizes are whole blocks of one size
-        run(prompts[0], new)
-    pairs = [(run(prompt, 1), run(prompt, NEW)) for prompt in prompts[1:]]
-    first = statistics.median(one for one, _ in pairs)
-    last = statistics.median(all_ for _, all_ in pairs)
-    return {"prompt": first, "token": 1e3 * (last - first) / (NEW - 1)}
+    lm = LanguageModel.load("smollm2-135m-instruct")
+    sides = {
+        name: lm.with_method(cache=draccus.decode(CacheMethod, METHODS[name])) for name in names
+    }
+    times = {f"{tokens} {name}": {"prompt": [], "token": []} for name in names}
+    sampling = Sampling(max_new_tokens=NEW, min_new_tokens=NEW)
+    prompts = np.random.default_rng(0).integers(100, 10_000, (1 + rounds, tokens)).tolist()
+    for round_, prompt in enumerate(prompts):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            pieces = side.stream([prompt], sampling)
+            first = next(pieces)
+            middle = time.perf_counter()
+            count = sum(len(piece.ids) for piece in pieces)
+            end = time.perf_counter()
+            print(f"{round_} {name}: {middle - start:.2f} s, {count} in {end - middle:.2f} s",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            if round_:
+                assert len(first.ids) + count == NEW
+                times[f"{tokens} {name}"]["prompt"].append(middle - start)
+                times[f"{tokens} {name}"]["token"].append(1e3 * (end - middle) / count)
+    return times
 
 
 def quality(config: str, length: int, methods: dict[str, dict], words: list[str]) -> dict:
@@ -213,11 +222,9 @@ def measure_memory(args: argparse.Namespace) -> None:
 
 
 def measure_speed(args: argparse.Namespace) -> None:
-    for round_ in range(args.rounds):
-        for name in args.methods:
-            for side in ("full", name) if round_ % 2 == 0 else (name, "full"):
-                key = f"{args.tokens} {name} {round_} {side}"
-                _measure("speed", key, "speed", side, str(args.tokens))
+    names = list(dict.fromkeys(["full", *args.methods]))
+    words = "worker", "speed", str(args.tokens), str(args.rounds), *names
+    _add("speed", processes.measured(__file__, *words, **processes.CPU))
 
 
 def measure_quality(args: argparse.Namespace) -> None:
@@ -334,22 +341,18 @@ def speed_table(results: dict) -> str:
         "|---|---:|---:|---:|---:|",
     ]
     runs = results.get("speed", {})
-    cases = dict.fromkeys(re.match(r"(\d+) (.*) \d+ ", key).groups() for key in runs)
-    for tokens, name in sorted(cases, key=lambda case: list(METHODS).index(case[1])):
-        if name == "full":
-            continue
-        pattern = re.compile(rf"{tokens} {re.escape(name)} (\d+) {re.escape(name)}$")
-        rounds = [match[1] for key in runs if (match := pattern.match(key))]
+    cases = [key.split(" ", 1) for key in runs]
+    for tokens, name in sorted(cases, key=lambda case: (case[0], list(METHODS).index(case[1]))):
+        own, full = runs[f"{tokens} {name}"], runs[f"{tokens} full"]
         cells = []
-        for field in ("prompt", "token"):
-            ratios = [
-                runs[f"{tokens} {name} {n} {name}"][field]
-                / runs[f"{tokens} {name} {n} full"][field]
-                for n in rounds
-            ]
+        for part, unit in (("prompt", "s"), ("token", "ms")):
+            if name == "full":
+                cells.append(f"{statistics.median(own[part]):.3g} {unit}")
+                continue
+            ratios = [x / y for x, y in zip(own[part], full[part], strict=True)]
             low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
             cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
-        lines.append(f"| {name} | {int(tokens):,} | {' | '.join(cells)} | {len(rounds)} |")
+        lines.append(f"| {name} | {int(tokens):,} | {' | '.join(cells)} | {len(own['token'])} |")
     return "\n".join(lines)
 
 
