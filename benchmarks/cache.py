@@ -296,7 +296,8 @@ def quality_table(results: dict) -> str:
             published = PUBLISHED[name].get(float(setting), "")
         elif protocol == "text":
             published = 95.4
-        evicted = {"text": "", "streamed": f"to {setting} tokens"}.get(protocol, setting)
+        evicted = f"to {setting} tokens" if protocol == "streamed" else setting
+        evicted = "" if name == "full" else evicted
         cells = name, f"{int(length):,}", protocol, evicted, f"{row['held'] / 1e6:.0f}"
         lines.append(f"| {' | '.join(map(str, (*cells, needles, nats, published)))} |")
     return "\n".join(lines)
