@@ -33,13 +33,14 @@ memories are made. Longer texts precede shorter ones. The small model, whose ste
 overhead, comes later.
 
 Cases of training and of decoding that follow one another share a process, which starts once; a case
-of reading, whose peak memory is compared, has its own. A process is killed if it is silent for
-100 s while it compiles, or for 45 s while it runs; another one goes on with the next case. A case
-that fails, hangs or runs out of memory is recorded with the reason. The same command continues with
-the cases that have no record for this kind of GPU. With `--outdated` it also repeats the cases
-whose code or version of JAX has changed since; with `--again` also, after the others, those that
-failed. Records are in DEVICE.json in `--out`, which is written after every case. Where git does not
-know the commit, the environment variable LCJAX_COMMIT says it.
+of reading, whose peak memory is compared, has its own, and so has one of the longest text. A
+process is killed if it is silent for 100 s while it compiles, or for 45 s while it runs; another
+one goes on with the next case. A case that fails, hangs or runs out of memory is recorded with the
+reason. The same command continues with the cases that have no record for this kind of GPU. With
+`--outdated` it also repeats the cases whose code or version of JAX has changed since; with
+`--again` also, after the others, those that failed. Records are in DEVICE.json in `--out`, which is
+written after every case. Where git does not know the commit, the environment variable LCJAX_COMMIT
+says it.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def waiting(args, records: Records, about: dict) -> list:
 def processes(cases: list) -> list[list]:
     """Returns the cases of each process."""
     groups = itertools.groupby(
-        enumerate(cases), lambda x: (x[1].kind, x[1].kind == "read" and x[0])
+        enumerate(cases), lambda x: (x[1].kind, x[1].kind in ("read", "longest") and x[0])
     )
     return [[case for _, case in group] for _, group in groups]
 

@@ -44,7 +44,6 @@ MODULES = (
     "lcjax.cost",
     "lcjax.generation.language_model",
     "lcjax.memory",
-    "lcjax.training.compile_only",
     "lcjax.training.state",
     "lcjax.training.step",
 )

@@ -192,7 +192,8 @@ def test_cases_share_processes_unless_their_peak_memory_is_compared():
         return [[case.side for case in group] for group in model.processes(cases)]
 
     tiny = model_runs.cases(tiny=True)
-    assert names(tiny) == [["lcjax", "jax.nn xla"]] * 2 + [["full"], ["cepe"], ["shared_llm"]]
+    alone = [["full"], ["cepe"], ["shared_llm"], ["offload"], ["device"]]
+    assert names(tiny) == [["lcjax", "jax.nn xla"]] * 2 + alone
 
 
 @pytest.fixture
