@@ -22,6 +22,7 @@ loop, which is compiled once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -428,7 +429,9 @@ def sort_visits(visits: Visits, axis: int, blocks: int) -> SortedVisits:
         key, codes = (np.take_along_axis(x, ranks, -1) for x in (key, codes))
     else:
         key, codes = jax.lax.sort((key, codes), is_stable=True, num_keys=1)
-    starts = _each_list(lambda x: xp.searchsorted(x, numbers), key)
+    # Unrolled, so that a program of kernels has no loop besides theirs
+    search = np.searchsorted if xp is np else partial(jnp.searchsorted, method="scan_unrolled")
+    starts = _each_list(lambda x: search(x, numbers), key)
     return SortedVisits(codes, starts.astype(np.int32))
 
 
