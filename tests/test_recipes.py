@@ -465,17 +465,16 @@ def test_a_recipe_divides_its_devices_and_agrees_with_the_estimate_of_its_memory
 
 
 @pytest.mark.parametrize(
-    ("name", "topologies", "least"),
+    ("name", "topologies"),
     [
-        ("pi_7b_32k", ["v5p:2x2x1", "h200:8"], 0.75),
-        ("prolong_8b_64k", ["h100:8"], 0.75),
-        ("prolong_8b_512k", ["h100:8"], 0.68),
-        # libtpu reports a third more than the buffers that it assigns for a million tokens.
-        ("qwen3_8b_1m", ["v5p:2x2x2", "v6e:4x4"], 0.5),
+        ("pi_7b_32k", ["v5p:2x2x1", "h200:8"]),
+        ("prolong_8b_64k", ["h100:8"]),
+        ("prolong_8b_512k", ["h100:8"]),
+        ("qwen3_8b_1m", ["v5p:2x2x2", "v6e:4x4"]),
     ],
 )
 def test_other_devices_of_a_recipe_are_divided_and_agree_with_the_estimate_of_its_memory(
-    name, topologies, least
+    name, topologies
 ):
     file = ROOT / "configs" / f"{name}.yaml"
     parts = header(file)
@@ -491,7 +490,7 @@ def test_other_devices_of_a_recipe_are_divided_and_agree_with_the_estimate_of_it
         batches.check_rows(recipe, mesh.shape)
         assert float(usable) == pytest.approx(topology.chip.usable / 1e9, abs=0.05)
         memory = estimate.training_memory(recipe, estimate.model_of(recipe), mesh).total / 1e9
-        assert least < memory / float(needed) < 1.2 and float(needed) < float(usable)
+        assert 0.68 < memory / float(needed) < 1.2 and float(needed) < float(usable)
         seconds = flops / (0.4 * topology.devices * topology.chip.peak)
         assert float(hours) == pytest.approx(seconds / 3600, abs=0.5)
 
