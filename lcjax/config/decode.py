@@ -454,9 +454,14 @@ def constructor(cls: type) -> str:
 
     It has the required fields, and names the public package: `lcjax.rope`, not `lcjax.rope.yarn`.
     """
-    package = ".".join(cls.__module__.split(".")[:2])
     required = ", ".join(f"{name}=..." for name in _required(cls))
-    return f"{package}.{cls.__name__}({required})"
+    return f"{_public_name(cls)}({required})"
+
+
+def _public_name(cls: type) -> str:
+    """Returns the name of a class in the package that users import it from."""
+    package = ".".join(cls.__module__.split(".")[:2])
+    return f"{package}.{cls.__name__}"
 
 
 def _required(cls: type) -> list[str]:
@@ -474,13 +479,12 @@ def constructor_call(value: object) -> str:
         return f"({', '.join(map(constructor_call, value))}{',' * (len(value) == 1)})"
     if not dataclasses.is_dataclass(value):
         return repr(value)
-    package = ".".join(type(value).__module__.split(".")[:2])
     fields = (
         f"{field.name}={constructor_call(getattr(value, field.name))}"
         for field in dataclasses.fields(value)
         if field.init and getattr(value, field.name) != field.default
     )
-    return f"{package}.{type(value).__name__}({', '.join(fields)})"
+    return f"{_public_name(type(value))}({', '.join(fields)})"
 
 
 def _entries_with(key: str, known: dict[str, type], dot: str) -> str:
