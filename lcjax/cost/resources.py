@@ -359,8 +359,8 @@ def training_memory(
     activations, host = _backward_bytes(
         *(config, sizes, rows_of_device(rows, sizes), length, context, trained), platform=platform
     )
-    # libtpu keeps parts of gradients also in layouts that pad axes which many devices share. With
-    # this many bytes the estimates agree best.
+    # Fitted: with these bytes the estimates agree best with libtpu, which keeps parts of gradients
+    # also in layouts that pad axes which many devices share.
     activations += gradients if platform == "tpu" else 0
     return MemoryEstimate(
         weights=_resident_bytes(config, weights, offload == "parameters"),
