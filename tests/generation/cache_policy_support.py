@@ -70,10 +70,14 @@ def order_of(layer):
 
 
 def held_tokens(cache):
-    """The order indices of the tokens that a cache holds, a set for each (layer, row, head)."""
-    orders = [np.asarray(order_of(layer))[..., 0] for layer in cache.layers]
+    """The order indices of the tokens in layers that evict, a set for each (layer, row, head)."""
+    orders = {
+        number: np.asarray(order_of(layer))[..., 0]
+        for number, layer in enumerate(cache.layers)
+        if {"order", "streaming.order"} & layer.keys()
+    }
     return {
         (number, *head): set((order[head][order[head] > 0] - 1).tolist())
-        for number, order in enumerate(orders)
+        for number, order in orders.items()
         for head in np.ndindex(order.shape[:2])
     }

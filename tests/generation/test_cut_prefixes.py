@@ -21,7 +21,7 @@ from cache_policy_support import (
 from kv_cache_golden import filter_file
 from small_norm import SmallNorm
 
-from lcjax.attention import Sliding, Threshold
+from lcjax.attention import Merging, Sliding, Threshold
 from lcjax.attention.budgets import LayerRatios
 from lcjax.attention.policies import (
     Compactor,
@@ -104,6 +104,8 @@ def order_indices_of(layer):
                 KVCompose(ratio=0.5),
                 DUO,
                 THIN,
+                KeyDiff(tokens=24, every=8, merge=Merging()),
+                dataclasses.replace(LAZY, lazy_threshold=0.0),
             )
         ),
     ],
