@@ -5,11 +5,19 @@ print(talk.say("Who is the harbour master?"))
 talk.add_context(["a passage that was found later"])
 print(talk.say("And since when?"))
 
+talk.save("harbour.talk")                           # Conversation.open goes on without reading
+
 talk = Conversation(lm, retriever=lcjax.retrieval.Retriever.open("store"))
 talk.say("Who is the harbour master?").passages     # what was read for this answer
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+import dataclasses
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +28,7 @@ from lcjax.attention import Pattern
 from lcjax.checkpoints.hf_config import announced_length
 from lcjax.checkpoints.tokenizer import check_template_variables, encode_mid_text
 from lcjax.errors import InputError, check_integer
+from lcjax.files import atomic_file
 from lcjax.generation.contexts import ContextRow, Contexts
 from lcjax.generation.generate import Piece, RowText
 from lcjax.generation.language_model import LanguageModel
@@ -40,7 +49,18 @@ from lcjax.generation.session import (
 )
 from lcjax.models import cache as cache_lib
 from lcjax.parallel import distributed
+from lcjax.parallel.digest import weights_digest
 from lcjax.parallel.sharding import padding_rows
+from lcjax.storage import to_path
+
+# Attributes of a conversation that a file has as they are, without the underscore.
+_SAVED = (
+    *("ids", "chat_text", "ends_with_stop", "num_generated", "num_read", "num_cut"),
+    *("chunk", "variables", "allow_special"),
+)
+_STATE = "conversation"  # the member of a file with all but the arrays of the cache
+# Fields of a model that change no array of its cache.
+_FREE = ("context_parallel", "context_group", "extended_length", "family", "remat")
 
 
 class Conversation:
@@ -133,6 +153,113 @@ class Conversation:
     def tokens(self) -> list[int]:
         """Token ids of the whole text so far."""
         return self._ids.copy()
+
+    def copy(self) -> "Conversation":
+        """Returns a conversation that goes on from here, independently of this one.
+
+        It is the way back to this point: what is read later evicts nothing from it. Its cache is a
+        copy, so the devices hold both.
+        """
+        other = copy.copy(self)
+        other._ids, other.messages = self._ids.copy(), self.messages.copy()
+        other._passages_read = self._passages_read.copy()
+        cache = jax.tree.map(jnp.copy, self._session.cache)
+        other._session = dataclasses.replace(self._session, cache=cache)
+        return other
+
+    def save(self, file: str | os.PathLike) -> None:
+        """Writes the text and the cache to a file, with which `open` goes on without reading.
+
+        With a mesh of several processes, all must call it; process 0 writes.
+
+        Args:
+          file: its path or URL; an existing file is replaced.
+
+        Raises:
+          InputError: the conversation has an encoded context.
+        """
+        if self.context.encoded is not None or self.context.needs_query:
+            raise InputError(
+                f"{file}: a conversation with an encoded context is not saved; keep its texts, or"
+                " go on from a copy()"
+            )
+        cache, arrays = cache_lib.state_of(
+            self._session.cache, self._make_cache(cache_lib.abstract_cache)
+        )
+        state = {name: getattr(self, f"_{name}") for name in _SAVED}
+        state |= {"length": self.length, "messages": self.messages, "cache": cache}
+        state |= {"passages_read": sorted(self._passages_read), "made_by": self._made_by()}
+        state["arrays"] = [(str(x.dtype), x.shape) for x in arrays]
+        if not distributed.is_main_process():
+            return
+        with atomic_file(file, "wb") as out:
+            # NumPy has no bfloat16 and no float8 in files.
+            data = {str(number): np.ravel(x).view(np.uint8) for number, x in enumerate(arrays)}
+            np.savez(out, **{_STATE: np.frombuffer(json.dumps(state).encode(), np.uint8)}, **data)
+
+    @classmethod
+    def open(
+        cls,
+        lm: LanguageModel,
+        file: str | os.PathLike,
+        *,
+        retriever: Retriever | None = None,
+        k: int = 4,
+    ) -> "Conversation":
+        """Returns the conversation that `save` wrote.
+
+        Args:
+          lm: the model with which it was written, with the same method.
+          file: its path or URL.
+          retriever: as for a new conversation.
+          k: as for a new conversation.
+
+        Raises:
+          InputError: the file is damaged or none of a conversation, or its model is another one.
+        """
+        try:
+            with to_path(file).open("rb") as opened, np.load(opened) as data:
+                state = json.loads(data[_STATE].tobytes())
+                arrays = [
+                    data[str(number)].view(jnp.dtype(dtype)).reshape(shape)
+                    for number, (dtype, shape) in enumerate(state["arrays"])
+                ]
+        except FileNotFoundError as error:
+            raise InputError(f"{file}: no such file; write one with save") from error
+        except (KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise InputError(
+                f"{file}: no file of a conversation, or damaged ({error}); begin a new one"
+            ) from error
+        options = {
+            "chat_template_kwargs": state["variables"],
+            "allow_special": state["allow_special"],
+        }
+        options |= {"length": state["length"], "prefill_chunk": state["chunk"]}
+        talk = cls(lm, retriever=retriever, k=k, **options)
+        made_by = talk._made_by()
+        others = [name for name, old in state["made_by"].items() if old != made_by.get(name)]
+        if others:
+            raise InputError(
+                f"{file}: the conversation was written with another {', '.join(others)}; open it"
+                " with the same model and method"
+            )
+        for name in _SAVED:
+            setattr(talk, f"_{name}", state[name])
+        talk.messages, talk._passages_read = state["messages"], set(state["passages_read"])
+        cache = cache_lib.restore(state["cache"], arrays, talk._session.cache, lm.mesh)
+        talk._session = dataclasses.replace(talk._session, cache=cache)
+        return talk
+
+    def _made_by(self) -> dict[str, Any]:
+        """Returns what the arrays of a cache depend on, by the name that an error gives it."""
+        config, cache = self.lm.model.config, self._session.cache
+        fields = (field.name for field in dataclasses.fields(config))
+        return {
+            "weights": weights_digest(self.lm.params),
+            "tokenizer": self.lm.tokenizer.fingerprint,
+            "mesh": [kind.parts for kind in cache.kinds],  # slots of devices have another order
+            "rows": self._num_rows,
+        } | {f"model.{name}": repr(getattr(config, name)) for name in fields if name not in _FREE}
 
     def add_context(self, context: ContextRow) -> None:
         """Adds a context for the next turns; only the new context is encoded."""
@@ -241,13 +368,17 @@ class Conversation:
 
     def _clear_cache(self) -> None:
         """Empties the cache; the text is kept and read again later."""
-        lm, slots = self.lm, cache_lib.whole_blocks(self.length)
-        cache = cache_lib.create(
-            lm.model.config, self._num_rows, slots, chunk=self._chunk, mesh=lm.mesh
-        )
+        lm = self.lm
+        cache = self._make_cache(cache_lib.create)
         self._session = Session(lm.model, lm.params, cache, lm.rotation(self.length))
         self._num_read = 0  # tokens of the text in the cache; the last one never is
         self._num_cut = 0  # tokens of these before the last end of a prompt
+
+    def _make_cache(self, make: Callable[..., cache_lib.Cache]) -> cache_lib.Cache:
+        """Returns the empty cache of the conversation, made by `create` or `abstract_cache`."""
+        config, mesh = self.lm.model.config, self.lm.mesh
+        slots = cache_lib.whole_blocks(self.length)
+        return make(config, self._num_rows, slots, chunk=self._chunk, mesh=mesh)
 
     def _stream(self, sampling: Sampling, query: str | Sequence[int] | None) -> Iterator[Piece]:
         tokenizer = self.lm.tokenizer

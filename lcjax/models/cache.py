@@ -10,12 +10,14 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import draccus
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, Num
 
+from lcjax.attention import CacheMethod
 from lcjax.attention.cache import (
     LayerCache,
     LayerShape,
@@ -25,6 +27,7 @@ from lcjax.attention.cache import (
     branch_parts,
     whole_blocks,
 )
+from lcjax.parallel import distributed
 from lcjax.parallel.device_memory import check_fits
 from lcjax.parallel.sharding import LENGTH, ROWS, Mesh, attention_layout, rows_over
 from lcjax.rope import Rotation
@@ -41,6 +44,8 @@ __all__ = [
     "keep_heads",
     "keep_layout",
     "repeat_row",
+    "restore",
+    "state_of",
     "whole_blocks",
 ]
 
@@ -590,6 +595,77 @@ def write_packed(cache: Cache, key_values: Any) -> Cache:
     if cache.is_stacked:
         return replace_layers(cache, layer(cache.layers, key_values))
     return replace_layers(cache, tuple(map(layer, cache.layers, key_values)))
+
+
+def state_of(cache: Cache, empty: Cache) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Returns what a cache has become since it was `empty`, for a file: JSON, and host arrays.
+
+    `restore` inverts it. A collective if the devices of several processes hold the cache.
+    """
+    layers = cache.separate_layers
+    state = {"kinds": [*map(_changes, cache.kinds, empty.kinds)], "layers": [*map(sorted, layers)]}
+    leaves = jax.tree.leaves((layers, cache.slots, cache.filled, cache.tokens))
+    return state, [*map(distributed.gather, leaves)]
+
+
+def restore(
+    state: dict[str, Any],
+    arrays: Sequence[np.ndarray],
+    empty: Cache,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Cache:
+    """Returns the cache of which `state_of` returned `state` and `arrays`.
+
+    Args:
+      state: the JSON.
+      arrays: the arrays.
+      empty: a cache as it was created for the same request.
+      mesh: as in `create`.
+    """
+    layers = tuple(dict.fromkeys(names, 0) for names in state["layers"])
+    tree = jax.tree.structure((layers, empty.slots, empty.filled, empty.tokens))
+    layers, slots, filled, tokens = jax.tree.unflatten(tree, arrays)
+    cache = Cache(
+        layers=layers[0] if empty.is_stacked else layers,
+        slots=slots,
+        filled=filled,
+        tokens=tokens,
+        kinds=tuple(map(_changed, empty.kinds, state["kinds"])),
+        kind_by_layer=empty.kind_by_layer,
+    )
+    if mesh is None:
+        return jax.tree.map(jnp.asarray, cache)
+
+    def place(array, sharding):
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+    return jax.tree.map(place, cache, _shardings(cache, mesh))
+
+
+def _changes(kind: LayerCache, before: LayerCache) -> dict[str, Any]:
+    """Returns the fields of a cache that have changed, with those of caches inside of it."""
+    changes = {}
+    for field in dataclasses.fields(kind):
+        new, old = getattr(kind, field.name), getattr(before, field.name)
+        if isinstance(new, LayerCache):
+            new, old = _changes(new, old), {}
+        if new != old:  # another method in the cases of `phases`
+            changes[field.name] = (
+                draccus.encode(new, CacheMethod) if isinstance(new, CacheMethod) else new
+            )
+    return changes
+
+
+def _changed(kind: LayerCache, changes: dict[str, Any]) -> LayerCache:
+    """Returns a cache with the fields that `_changes` returned."""
+
+    def value(old, new):
+        if isinstance(old, LayerCache):
+            return _changed(old, new)
+        return draccus.decode(CacheMethod, new) if isinstance(new, dict) else new
+
+    fields = {name: value(getattr(kind, name), new) for name, new in changes.items()}
+    return dataclasses.replace(kind, **fields)
 
 
 def with_kinds(cache: Cache, other: Cache) -> Cache:

@@ -74,7 +74,7 @@ def test_results_do_not_depend_on_calls_batches_or_padding(lm, storage):
 
 @pytest.mark.slow  # a minute of compiling
 @each_storage
-def test_a_prefix_a_conversation_and_a_mesh_read_the_codes(lm, storage):
+def test_a_prefix_a_conversation_and_a_mesh_read_the_codes(lm, storage, tmp_path):
     coded = lm.with_method(cache=KeepAll(storage))
     prefix = text(1, 60)
     prompts, rest = [prefix + text(5, 4), prefix + text(6, 9)], [[text(4, 5)]] * 2
@@ -89,6 +89,16 @@ def test_a_prefix_a_conversation_and_a_mesh_read_the_codes(lm, storage):
         sharded = LanguageModel(Decoder(config, mesh), params, coded.tokenizer)
         for one, other in zip(alone, sharded.continuations(prompts, rest)):
             close(other[0].nll, one[0].nll)
+    talk = Conversation(coded, length=128)
+    talk.read(prompts[0][:30])
+    talk.write(SIX)
+    talk.save(tmp_path / "talk")
+    opened = Conversation.open(coded, tmp_path / "talk")
+    for each in (talk, opened):
+        each.read(prompts[0][30:])
+        each.write(SIX)
+    assert opened.tokens == talk.tokens
+    jax.tree.map(np.testing.assert_array_equal, opened._session.cache, talk._session.cache)
     talk = Conversation(coded, length=128)
     talk.read(prompts[0])
     assert talk.write(SIX).ids == coded.generate(prompts[:1], SIX)[0].ids

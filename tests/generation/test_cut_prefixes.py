@@ -111,11 +111,19 @@ def order_indices_of(layer):
     ],
     ids=named,
 )
-def test_a_conversation_goes_on_after_its_prompts_are_cut(lm, method):
+def test_a_conversation_goes_on_after_its_prompts_are_cut(lm, method, tmp_path):
     talk = Conversation(lm.with_method(cache=method), length=256)
-    for turn in range(2):
-        talk.read(text(turn, 40))
-        assert len(talk.write(SIX).ids) == 6
+    talk.read(text(0, 40))
+    assert len(talk.write(SIX).ids) == 6
+    talk.save(tmp_path / "talk")
+    copy = talk.copy()  # the way back, behind what the next turn evicts
+    talk.read(text(1, 40))
+    assert len(talk.write(SIX).ids) == 6
+    for again in (copy, Conversation.open(talk.lm, tmp_path / "talk")):
+        again.read(text(1, 40))
+        again.write(SIX)
+        assert again.tokens == talk.tokens
+        jax.tree.map(np.testing.assert_array_equal, again._session.cache, talk._session.cache)
     kinds = [getattr(kind, "stream", kind) for kind in talk._session.cache.kinds]
     assert {kind.is_prompt for kind in kinds} == {False}
     # The last token that was read is there, and others were evicted.

@@ -14,6 +14,7 @@ from lcjax import cost
 from lcjax.attention import Causal, DualChunk, LMInfinite, Sliding
 from lcjax.attention.cache import FullCache, Tokens, by_part, write_tokens
 from lcjax.cost import hlo
+from lcjax.errors import InputError
 from lcjax.generation import session as session_lib
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.language_model import LanguageModel
@@ -137,14 +138,18 @@ def test_prompts_that_share_a_prefix_continue_its_split_slots(alone, spread):
 
 
 @pytest.mark.slow
-def test_a_conversation_goes_on_and_texts_have_the_scores_of_one_device(alone, spread):
+def test_a_conversation_goes_on_and_texts_have_the_scores_of_one_device(alone, spread, tmp_path):
     turns, answers = [ids(4, 40), ids(5, 21)], []
     for lm in (alone, spread):
         talk = Conversation(lm, length=128)
         for turn in turns:
             talk.read(turn)
             answers.append(talk.write(Sampling(max_new_tokens=4)).ids)
+            talk.save(tmp_path / "talk")
+            talk = Conversation.open(lm, tmp_path / "talk")
     assert answers[:2] == answers[2:]
+    with pytest.raises(InputError, match="written with another mesh"):
+        Conversation.open(alone, tmp_path / "talk")
     rest = [[ids(6, 9), ids(7, 4)]] * 2
     for one, other in zip(alone.continuations(turns, rest), spread.continuations(turns, rest)):
         for a, b in zip(one, other, strict=True):

@@ -2,16 +2,18 @@
 
 import types
 
+import jax
 import numpy as np
 import pytest
 from tiny_lm import sharp_lm
 
-from lcjax.attention import Landmark, Streaming
+from lcjax.attention import Landmark, Quest, Streaming
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.generation import contexts as contexts_lib
 from lcjax.generation import session
 from lcjax.generation.conversation import Conversation
+from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import CepeSection
 from lcjax.parallel.sharding import Mesh
@@ -204,6 +206,44 @@ def test_a_turn_after_an_error_does_not_repeat_the_failed_message():
     talk.say("THIRD", GREEDY)
     text = talk.lm.tokenizer.decode(talk.tokens)
     assert "SECOND" not in text and text.count("FIRST") == text.count("THIRD") == 1
+
+
+def test_a_saved_chat_goes_on_as_if_it_had_not_ended(lm, tmp_path):
+    file, methods = (
+        tmp_path / "talk",
+        ({"pattern": Streaming(sinks=2, recent=12)}, {"cache": Quest()}),
+    )
+    for method in ({}, *methods):
+        talk = Conversation(sharp_lm().with_method(**method), length=400, prefill_chunk=16)
+        first = talk.say("FIRST", GREEDY)
+        assert talk.copy().say("another way", GREEDY) and talk.messages[-1]["content"] == first
+        talk.save(file)
+        opened = Conversation.open(talk.lm, file)
+        assert opened.say("SECOND", GREEDY) == talk.say("SECOND", GREEDY)
+        assert opened.messages == talk.messages and opened.tokens == talk.tokens
+    plain, whole = sharp_lm(), file.read_bytes()
+    halves = jax.tree.map(lambda x: x / 2, plain.params)
+    others = LanguageModel(plain.model, halves, plain.tokenizer).with_method(cache=Quest())
+    for other, words in (
+        (plain, "written with another model.cache; open it with the same model"),
+        (others, "another weights"),
+    ):
+        with pytest.raises(InputError, match=words):
+            Conversation.open(other, file)
+    for damaged in (
+        b"",
+        b"text",
+        whole[: len(whole) // 2],
+        whole[:-300] + bytes(100) + whole[-200:],
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(InputError, match="no file of a conversation, or damaged") as caught:
+            Conversation.open(talk.lm, file)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match="none: no such file"):
+        Conversation.open(talk.lm, tmp_path / "none")
+    with pytest.raises(InputError, match="encoded context is not saved"):
+        Conversation(lm, context=PASSAGES).save(file)
 
 
 def test_turns_have_draws_of_their_own_and_the_first_those_of_generate():
