@@ -404,7 +404,7 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         if metadata.extra_partials and not self.is_position_based:
             raise InputError(
                 f"pattern {self!r} cannot share a softmax with other keys, such as those of a "
-                "memory; use model.pattern.type=causal"
+                "memory, or with learned sinks; use model.pattern.type=causal"
             )
 
 
@@ -441,15 +441,15 @@ def attend_by_head(
       new_keys: all channels of the keys of the last R slots.
     """
     layout, arrays = metadata.layout, (q, keys, values, index, channels, new_keys)
-    rotation = metadata.rotation
+    rotation, partials = metadata.rotation, list(metadata.extra_partials)
     of_rows = metadata.q_positions, metadata.q_index, metadata.q_segments
-    plain = metadata.replace(layout=None, row_indices=None, keys_rotated=True)
+    plain = metadata.replace(layout=None, row_indices=None, keys_rotated=True, extra_partials=())
 
     def local(*arrays):
         return _attend_folded(*arrays, pattern, plain)
 
     if layout is None:
-        return local(*arrays, of_rows, rotation)
+        return local(partials, *arrays, of_rows, rotation)
     rows = layout.rows if q.shape[0] % layout.size(layout.rows) == 0 else None
     heads = layout.heads if keys.shape[1] % layout.size(layout.heads) == 0 else None
     whole, by_row = PartitionSpec(), PartitionSpec(rows)
@@ -458,21 +458,25 @@ def attend_by_head(
     return jax.shard_map(
         local,
         mesh=layout.mesh,
-        in_specs=(of_queries, *[of_keys] * 5, by_row, of_rotation),
+        in_specs=(of_queries, of_queries, *[of_keys] * 5, by_row, of_rotation),
         out_specs=of_queries,
         check_vma=False,
-    )(*arrays, of_rows, rotation)
+    )(partials, *arrays, of_rows, rotation)
 
 
 def _attend_folded(
-    q, keys, values, index, channels, new_keys, of_rows, rotation, pattern, metadata
+    partials, q, keys, values, index, channels, new_keys, of_rows, rotation, pattern, metadata
 ):
     """Computes `attend_by_head` on one device."""
-    rows, length, heads, size = q.shape
+    rows, length, heads, _ = q.shape
     kv_heads, slots = keys.shape[1:3]
     group = heads // kv_heads
-    q = q.reshape(rows, length, kv_heads, group, size).swapaxes(1, 2)
-    q = q.reshape(rows * kv_heads, length, group, size)
+
+    def fold_queries(x):  # [B, T, N, ...]
+        x = x.reshape(rows, length, kv_heads, group, *x.shape[3:]).swapaxes(1, 2)
+        return x.reshape(rows * kv_heads, length, group, *x.shape[4:])
+
+    q, partials = jax.tree.map(fold_queries, (q, partials))
 
     def fold(x):
         if channels is None and isinstance(x, jax.Array):
@@ -496,6 +500,7 @@ def _attend_folded(
         k_index=index,
         q_segments=q_segments,
         k_segments=(index >= 0).astype(jnp.int32),
+        extra_partials=partials,
     )
     if channels is None:
         out = pattern.attend(q, keys, values, metadata)
@@ -528,6 +533,7 @@ def _attend_by_channels(
         partial_attention(some.astype(q.dtype), keys, values, one, of_first)
         for one in pattern.passes(of_first)
     ]
+    partials += metadata.extra_partials
     metadata = metadata.replace(
         k_positions=metadata.k_positions[:, first:],
         k_index=metadata.k_index[:, first:],

@@ -172,7 +172,10 @@ class KiviCache(LayerCache):
         codes = self._attend_to_codes(arrays, q, pattern, recent, metadata)
         index, is_token = recent.index
         metadata = metadata.replace(
-            k_index=index, k_positions=index, k_segments=is_token, extra_partials=codes
+            k_index=index,
+            k_positions=index,
+            k_segments=is_token,
+            extra_partials=[*metadata.extra_partials, *codes],
         )
         out = pattern.attend(q, recent.all("keys"), recent.all("values"), metadata)
         return out, arrays | self._update(arrays, recent)

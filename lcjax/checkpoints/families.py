@@ -62,6 +62,9 @@ class Family:
     own_head_dim: bool = True  # whether the head size may differ from width / number of heads
     fused: bool = False  # whether projections are stored together (`hf_names.FUSED`)
     experts: tuple[Key, ...] = ()  # of a mixture of experts; keys set fields of `Experts`
+    fixed_experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of these
+    rope_parameters: Mapping[str, Any] | None = None  # if the key is absent
+    quantised: tuple[str, ...] = ()  # methods of `quantization_config` that are read
     # Keys and the only values that are supported; the first value is that of an absent key.
     only: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     # Modules whose name differs from Llama's.
@@ -271,6 +274,32 @@ FAMILIES: dict[str, Family] = {
         experts=(*_expert_keys("num_experts", 64, 8, 0.01), _NORMALIZE),
         only={"clip_qkv": (None,)},
     ),
+    "gpt_oss": Family(
+        *("GptOssForCausalLM", {"attention_sinks": True}),
+        keys=(Key("attention_bias", ("qkv_bias", "out_bias"), True),),
+        epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),
+        head_dim=64,
+        theta=150_000.0,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4_096,
+        },
+        windows="types",
+        window=128,
+        default_types=_every(2),
+        experts=(
+            *_expert_keys("num_local_experts", 128, 4, 0.001),
+            Key("swiglu_limit", ("swiglu_limit",), 7.0),
+            Key("swiglu_alpha", ("swiglu_alpha",), 1.702),
+        ),
+        fixed_experts={"bias": True},
+        quantised=("mxfp4",),
+        modules={"mlp.gate": "mlp.router"},
+    ),
 }
 
 # Fields other than sizes that distinguish families; Llama has the default of each.
@@ -282,7 +311,7 @@ _NEUTRAL = {
         *("norm", "norm_place", "norm_plus_one", "qk_norm", "activation", "block", "gated_mlp"),
         *("qkv_bias", "out_bias", "mlp_bias", "head_bias", "rotary_fraction", "embedding_scale"),
         *("residual_scale", "attention_scale", "attention_soft_cap", "logit_scale"),
-        *("logit_soft_cap", "position"),
+        *("logit_soft_cap", "position", "attention_sinks"),
     )
 }
 
@@ -323,10 +352,12 @@ def _expert_differences(experts: Experts | None, family: Family) -> list[str]:
     if experts is None or not family.experts:
         return [] if experts is None and not family.experts else [f"experts={experts}"]
     free = {field for key in family.experts for field in key.fields}
+    required = {field.name: field.default for field in dataclasses.fields(experts)}
+    required |= family.fixed_experts
     return [
-        f"experts.{field.name}={getattr(experts, field.name)!r}"
-        for field in dataclasses.fields(experts)
-        if field.name not in free and getattr(experts, field.name) != field.default
+        f"experts.{name}={getattr(experts, name)!r}"
+        for name, value in required.items()
+        if name not in free and getattr(experts, name) != value
     ]
 
 

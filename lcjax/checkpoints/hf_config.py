@@ -119,10 +119,12 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
         )
     if settings := hf.get("quantization_config"):
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
-        raise InputError(
-            f"{where}: quantization_config (quant_method={method!r}) is not supported; use the "
-            "unquantised checkpoint, or a GGUF file of this model"
-        )
+        if method not in FAMILIES[kind].quantised:
+            raise InputError(
+                f"{where}: quantization_config (quant_method={method!r}) is not supported for"
+                f" model_type={kind!r}; use the unquantised checkpoint, or a GGUF file of this"
+                " model"
+            )
 
     def get(key: str) -> int:
         if key not in hf:
@@ -141,7 +143,7 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
         _require(hf, where, key, allowed[0], allowed)
     if family.experts:
         values = {field: key.value(hf) for key in family.experts for field in key.fields}
-        fields["experts"] = Experts(**values)
+        fields["experts"] = Experts(**values | family.fixed_experts)
     config = ModelConfig(
         **fields
         | {
@@ -257,6 +259,8 @@ def _ropes(hf: dict[str, Any], family: Family, where: str) -> tuple[Rope, Rope |
     """Returns the rope of the model, and that of layers with a window; None: the same rope."""
     length, theta = hf.get(_MAX_LENGTH, hf["max_position_embeddings"]), family.theta
     if family.local_theta is None:
+        if family.rope_parameters and not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+            hf = hf | {"rope_parameters": family.rope_parameters}
         return from_hf(hf).resolve(theta=theta, length=length), None
     sections, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
     full, sliding = (dict(sections.get(name) or {}) for name in (FULL, SLIDING))

@@ -8,7 +8,8 @@ the hidden width of CLEX's learned frequencies and O the width of the dense laye
 logits. Rows and letters of a memory are in its own module (`Memory.hf_rows`).
 
 E counts experts, whose width is F. A name with `*` stands for one tensor per expert, with the
-expert's number for `*`; the row describes their concatenation along the leading axis.
+expert's number for `*`; the row describes their concatenation along the leading axis. A name that
+ends with `[0::2]` or `[1::2]` stands for every second entry of a tensor's last axis.
 
 `"a|b"` is one tensor that the released class holds under two names. A checkpoint may store it under
 either name, or under both with equal values; both are written.
@@ -16,6 +17,7 @@ either name, or under both with equal values; both are written.
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -26,7 +28,7 @@ from lcjax.models.model_config import ModelConfig
 
 # Weights and biases of the decoder. The last column is the condition on the config: one of its
 # fields, or a flag of `_rows`. Rows whose path begins with `layers/` occur once per layer.
-_ATTENTION, _MLP = "layers/attention", "layers/mlp"
+_ATTENTION, _MLP, _EXPERTS = "layers/attention", "layers/mlp", "layers/mlp/experts"
 _DECODER = (
     ("model.embed_tokens.weight", "V,D", "embed/embedding", "VD", ""),
     ("input_layernorm.weight", "D", f"{_ATTENTION}_norm/scale", "D", "before"),
@@ -53,10 +55,18 @@ _DECODER = (
     ("mlp.gate_proj.bias", "F", f"{_MLP}/gate/bias", "F", "gate_bias"),
     ("mlp.up_proj.bias", "F", f"{_MLP}/up/bias", "F", "mlp_bias"),
     ("mlp.down_proj.bias", "D", f"{_MLP}/down/bias", "D", "mlp_bias"),
+    ("self_attn.sinks", "N", f"{_ATTENTION}/sinks", "N", "attention_sinks"),
     ("mlp.gate.weight", "E,D", f"{_MLP}/router/kernel", "DE", "experts"),
-    ("mlp.experts.*.gate_proj.weight", "EF,D", f"{_MLP}/experts/gate/kernel", "EDF", "experts"),
-    ("mlp.experts.*.up_proj.weight", "EF,D", f"{_MLP}/experts/up/kernel", "EDF", "experts"),
-    ("mlp.experts.*.down_proj.weight", "ED,F", f"{_MLP}/experts/down/kernel", "EFD", "experts"),
+    ("mlp.gate.bias", "E", f"{_MLP}/router/bias", "E", "expert_bias"),
+    ("mlp.experts.*.gate_proj.weight", "EF,D", f"{_EXPERTS}/gate/kernel", "EDF", "one by one"),
+    ("mlp.experts.*.up_proj.weight", "EF,D", f"{_EXPERTS}/up/kernel", "EDF", "one by one"),
+    ("mlp.experts.*.down_proj.weight", "ED,F", f"{_EXPERTS}/down/kernel", "EFD", "one by one"),
+    ("mlp.experts.gate_up_proj[0::2]", "E,D,F", f"{_EXPERTS}/gate/kernel", "EDF", "expert_bias"),
+    ("mlp.experts.gate_up_proj[1::2]", "E,D,F", f"{_EXPERTS}/up/kernel", "EDF", "expert_bias"),
+    ("mlp.experts.gate_up_proj_bias[0::2]", "E,F", f"{_EXPERTS}/gate/bias", "EF", "expert_bias"),
+    ("mlp.experts.gate_up_proj_bias[1::2]", "E,F", f"{_EXPERTS}/up/bias", "EF", "expert_bias"),
+    ("mlp.experts.down_proj", "E,F,D", f"{_EXPERTS}/down/kernel", "EFD", "expert_bias"),
+    ("mlp.experts.down_proj_bias", "E,D", f"{_EXPERTS}/down/bias", "ED", "expert_bias"),
     ("model.norm.weight", "D", "final_norm/scale", "D", ""),
     ("model.norm.bias", "D", "final_norm/bias", "D", "parallel"),
     ("lm_head.weight", "V,D", "head/kernel", "DV", "untied"),
@@ -72,9 +82,9 @@ FUSED = {
 # `save_pretrained` writes one tensor for each expert, `torch.save` of a `state_dict` these arrays.
 STATE_DICT = {
     f"{_MLP}/router/kernel": ("mlp.gate.weight", 0, 1),
-    f"{_MLP}/experts/gate/kernel": ("mlp.experts.gate_up_proj", 0, 2),
-    f"{_MLP}/experts/up/kernel": ("mlp.experts.gate_up_proj", 1, 2),
-    f"{_MLP}/experts/down/kernel": ("mlp.experts.down_proj", 0, 1),
+    f"{_EXPERTS}/gate/kernel": ("mlp.experts.gate_up_proj", 0, 2),
+    f"{_EXPERTS}/up/kernel": ("mlp.experts.gate_up_proj", 1, 2),
+    f"{_EXPERTS}/down/kernel": ("mlp.experts.down_proj", 0, 1),
 }
 
 # Learned arrays of published CLEX checkpoints; transformers ignores them.
@@ -138,6 +148,18 @@ class Entry:
 def expert_names(name: str, count: int) -> list[str]:
     """Returns the names of stored tensors: with `*`, one for each of `count` experts."""
     return [name.replace("*", str(i)) for i in range(count)] if "*" in name else [name]
+
+
+_PART = re.compile(r"(.+)\[([01])::2\]")
+
+
+def interleaved(name: str) -> tuple[str, int] | None:
+    """Returns the stored tensor, and the first entry of each pair of its last axis that `name` has.
+
+    None for the name of a whole tensor.
+    """
+    match = _PART.fullmatch(name)
+    return match and (match[1], int(match[2]))
 
 
 def parts_of(name: str) -> list[str]:
@@ -237,6 +259,8 @@ def _rows(config: ModelConfig) -> Iterator[TensorRow]:
         "norms over heads": config.qk_norm == "all",
         "untied": not config.tie_embeddings,
         "one_mlp": config.experts is None,
+        "expert_bias": config.experts is not None and config.experts.bias,
+        "one by one": config.experts is not None and not config.experts.bias,
         "gate": config.experts is None and config.gated_mlp,
         "gate_bias": config.gated_mlp and config.mlp_bias,
     }

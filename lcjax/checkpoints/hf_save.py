@@ -205,17 +205,25 @@ class WeightStream:
           kernels: as in `save_hf`.
           progress: as in `save_hf`.
         """
-        fused_name = hf_names.fused_name if is_fused else lambda name: None
+
+        def stored_name(name):
+            whole, _ = hf_names.interleaved(name) or (name, 0)
+            return (hf_names.fused_name(whole) if is_fused else None) or whole
+
         self._tensors: dict[str, TensorInfo] = {}
         groups: list[tuple[list[str], list[_Row]]] = []
         for name, group in itertools.groupby(
-            _in_layer_order(table), lambda row: fused_name(row[0]) or row[0]
+            _in_layer_order(table), lambda row: stored_name(row[0])
         ):
             rows = list(group)
             entries = [entry for _, entry, _ in rows]
             names = hf_names.expert_names(name, entries[0].num_experts)
-            count = sum(entry.tensor_shape[0] for entry in entries) // len(names)
-            shape = count, *entries[0].tensor_shape[1:]
+            if hf_names.interleaved(rows[0][0]):
+                *axes, last = entries[0].tensor_shape
+                shape = *axes, len(rows) * last
+            else:
+                count = sum(entry.tensor_shape[0] for entry in entries) // len(names)
+                shape = count, *entries[0].tensor_shape[1:]
             self._tensors |= dict.fromkeys(names, TensorInfo(shape, entries[0].dtype(dtype)))
             groups.append((names, rows))
         leaf = functools.partial(_leaf, params, lora, storage, kernels, DTYPES[dtype])
@@ -230,7 +238,7 @@ class WeightStream:
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yields the tensors; those of a group are the rows of its entries, in equal parts.
 
-        `read` reads one layer of a leaf.
+        Interleaved entries take turns along the last axis. `read` reads one layer of a leaf.
         """
         for names, rows in groups:
             parts, dtype = [], DTYPES[self._tensors[names[0]].dtype]
@@ -242,6 +250,9 @@ class WeightStream:
                 parts.append(tensor)
                 if progress:
                     progress(parts[-1].nbytes)
+            if hf_names.interleaved(rows[0][0]):
+                yield names[0], np.stack(parts, -1).reshape(self._tensors[names[0]].shape)
+                continue
             array = np.concatenate(parts) if len(parts) > 1 else parts[0]
             yield from zip(names, np.split(array, len(names)), strict=True)
 

@@ -106,16 +106,20 @@ class Rows(NamedTuple):
     start: int = 0
     count: int | None = None  # None: all
     expert: int | None = None  # index into the first axis of a tensor [E, rows, ...]
+    part: int | None = None  # first of every second entry of the last axis; None: all entries
 
     def info(self, source: WeightSource) -> TensorInfo:
         """Returns shape and dtype of these rows."""
         info = source.tensors[self.name]
         shape = info.shape if self.expert is None else info.shape[1:]
+        shape = shape if self.part is None else (*shape[:-1], shape[-1] // 2)
         return info._replace(shape=shape if self.count is None else (self.count, *shape[1:]))
 
     def read(self, source: WeightSource, start: int, stop: int) -> np.ndarray:
         """Reads rows `start:stop` of these rows."""
         start, stop = self.start + start, self.start + stop
+        if self.part is not None:
+            return source.rows(self.name, start, stop)[..., self.part :: 2]
         if self.expert is None:
             return source.rows(self.name, start, stop)
         return source.rows(self.name, self.expert, self.expert + 1)[0, start:stop]
@@ -204,7 +208,7 @@ def with_base_prefix(source: WeightSource, config: ModelConfig) -> WeightSource:
 
 
 def resolve_names(source: WeightSource, table: Sequence[hf_names.Entry]) -> WeightSource:
-    """Returns `source` with the names of `table`: no aliases, and no fused tensors.
+    """Returns `source` with the names of `table`: no aliases, no fused or interleaved tensors.
 
     The matrices of all experts are one tensor, whether they are stored one by one or in one array.
 
@@ -232,6 +236,11 @@ def resolve_names(source: WeightSource, table: Sequence[hf_names.Entry]) -> Weig
         for part, size in zip(parts, sizes, strict=True):
             stored[part] = [Rows(name, start, size)]
             start += size
+    for name in expected:
+        whole, part = hf_names.interleaved(name) or ("", 0)
+        if whole in source.tensors and len(source.tensors[whole].shape) > 1:
+            stored.pop(whole, None)
+            stored[name] = [Rows(whole, part=part)]
     for name, pieces in _expert_tensors(source, table).items():
         for piece in pieces:
             stored.pop(piece.name, None)
@@ -248,6 +257,8 @@ def _expert_tensors(source: WeightSource, table: Iterable[hf_names.Entry]) -> di
             continue
         form, part, parts = hf_names.STATE_DICT[entry.path]
         for layer, name in enumerate(entry.names):
+            if hf_names.interleaved(name):
+                continue
             names = hf_names.expert_names(name, entry.num_experts)
             together = f"model.layers.{layer}.{form}"
             if "*" not in name:

@@ -254,7 +254,7 @@ class BeaconAttention(Attention):
                 q_segments=context.segments,
                 k_segments=context.segments[:, :size],
                 layout=attention_layout(self.mesh),
-                extra_partials=[*self.prefix_partials(q, context), self_partial],
+                extra_partials=[*self.other_partials(q, context), self_partial],
             )
             y = Causal().attend(q, k, v, metadata)
         out = [self.combine(y[:, :size]), self.memory.combine(y[:, size:])]

@@ -44,6 +44,11 @@ class Experts:
     top_k: PositiveInt = 2  # experts that compute a token
     width: PositiveInt | None = None  # F of an expert; null: `model.mlp_width`
     normalize: bool = True  # whether the weights of a token's experts are divided by their sum
+    bias: bool = False  # of the router and of all experts (gpt-oss)
+    # c: a gate of at most c and an up-projection of -c ... c, as gate sigmoid(alpha gate) (up + 1)
+    # (gpt-oss); null: activation(gate) up
+    swiglu_limit: Annotated[float, Interval(above=0)] | None = None
+    swiglu_alpha: Annotated[float, Interval(above=0)] = 1.702
     # Factor of the load-balancing loss in training (`balance_loss`); 0: none
     balance: Annotated[float, Interval(least=0, hint="usual: 0.001 to 0.01")] = 0.001
 
@@ -53,6 +58,21 @@ class Experts:
             raise InputError(
                 f"experts.top_k={self.top_k} must be at most experts.count={self.count}"
             )
+
+
+def gated(
+    experts: Experts, activate: Callable[[jax.Array], jax.Array]
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the function from the gate and the up-projection to the hidden units of an expert."""
+    if experts.swiglu_limit is None:
+        return lambda gate, up: activate(gate) * up
+
+    def clamped(gate, up):
+        gate = jnp.minimum(gate, experts.swiglu_limit)
+        up = jnp.clip(up, -experts.swiglu_limit, experts.swiglu_limit)
+        return gate * jax.nn.sigmoid(experts.swiglu_alpha * gate) * (up + 1)
+
+    return clamped
 
 
 class Load(NamedTuple):
@@ -107,11 +127,21 @@ class Kernels(NamedTuple):
     down: Float[Array, "E F D"] | dict[str, jax.Array]
 
 
+class Biases(NamedTuple):
+    """The biases of the router and of experts, in any dtype."""
+
+    router: Float[Array, " E"]
+    gate: Float[Array, "E F"]
+    up: Float[Array, "E F"]
+    down: Float[Array, "E D"]
+
+
 def mixture(
     x: Float[Array, "B T D"],
     router: Float[Array, "D E"],
     kernels: Kernels,
     counted: Float[Array, "B T"] | None,
+    biases: Biases | None = None,
     *,
     experts: Experts,
     activate: Callable[[jax.Array], jax.Array],
@@ -130,6 +160,7 @@ def mixture(
       router: the weights of the router.
       kernels: the weights of the experts.
       counted: 1 for tokens that count in the load, 0 for others; None: no load is returned.
+      biases: those of the router and of the experts; None: there are none.
       experts: how tokens are routed.
       activate: the activation of the gate.
       storage: how the weights of the experts are stored; None: as floats.
@@ -140,33 +171,38 @@ def mixture(
       The output in the dtype of x, and the load or None.
     """
 
-    def apply(x, weights, chosen, kernels, *, traced_count=False):
-        def of_tile(kernels, arrays):
+    hidden_units = gated(experts, activate)
+
+    def apply(x, weights, chosen, kernels, biases, *, traced_count=False):
+        def of_tile(learned, arrays):
+            kernels, biases = learned
             options = {"storage": storage, "traced_count": traced_count}
-            return apply_experts(*arrays, kernels, activate, **options)
+            return apply_experts(*arrays, kernels, hidden_units, biases, **options)
 
         count = chosen.shape[0]
         num_bytes = _bytes_per_token(x, chosen, _codes(kernels.gate, storage))
         tile = tile_size(count, num_bytes, mesh) if by_tiles else count
-        return over_tiles(of_tile, kernels, (x, weights, chosen), tile)
+        return over_tiles(of_tile, (kernels, biases), (x, weights, chosen), tile)
 
-    def compute(x, router, kernels, counted, layout=None):
+    def compute(x, router, kernels, counted, biases, layout=None):
         flat = x.reshape(-1, x.shape[-1])
         # With an accelerator's default precision of float32, the router chooses other experts.
         logits = _dot(flat, router.astype(flat.dtype), 1, 0)
+        if biases is not None:
+            logits = logits + biases.router.astype(logits.dtype)
         probabilities, weights, chosen = route(logits, experts)
         load = None
         if counted is not None:
             load = router_load(probabilities, chosen, counted.reshape(-1))
         if layout is None:
-            y = apply(flat, weights, chosen, kernels)
+            y = apply(flat, weights, chosen, kernels, biases)
         else:
-            y = layout.apply(flat, weights, chosen, kernels, apply)
+            y = layout.apply(flat, weights, chosen, kernels, biases, apply)
             load = lax.psum(load, layout.token_axes) if load and layout.token_axes else load
         return y.astype(x.dtype).reshape(x.shape), load
 
     if mesh is None or mesh.size == 1:
-        return compute(x, router, kernels, counted)
+        return compute(x, router, kernels, counted, biases)
     tokens = tokens_spec(mesh, *x.shape[:2])
     if storage is not None:
         kernels = Kernels(*(jax.vmap(storage.with_scales)(arrays) for arrays in kernels))
@@ -181,13 +217,20 @@ def mixture(
             for name, kernel in kernels._asdict().items()
         )
     )
+    bias_specs = biases and Biases(
+        PartitionSpec(),
+        *(
+            spec_of(f"experts/{name}/bias", getattr(biases, name).shape, mesh)
+            for name in Kernels._fields
+        ),
+    )
     return jax.shard_map(
         functools.partial(compute, layout=_ExpertLayout(spread_over(tokens), specs, storage)),
         mesh=mesh,
-        in_specs=(tokens, PartitionSpec(), specs, tokens),
+        in_specs=(tokens, PartitionSpec(), specs, tokens, bias_specs),
         out_specs=(tokens, PartitionSpec()),
         check_vma=False,
-    )(x, router, kernels, counted)
+    )(x, router, kernels, counted, biases)
 
 
 def _codes(kernel: Any, storage: WeightStorage | None) -> Any:
@@ -208,7 +251,7 @@ class _ExpertLayout(NamedTuple):
     specs: Kernels  # the partition spec of each weight
     storage: WeightStorage | None  # of the weights
 
-    def apply(self, x, weights, chosen, kernels, apply):
+    def apply(self, x, weights, chosen, kernels, biases, apply):
         """Applies the experts, by `apply`, to each device's tokens, inside a `shard_map`."""
         split, *_, over_width = _codes(self.specs.gate, self.storage)
         if self.storage is None:
@@ -221,7 +264,10 @@ class _ExpertLayout(NamedTuple):
         if split:
             count = _codes(kernels.gate, self.storage).shape[0]
             chosen = chosen - lax.axis_index(split) * count
-        y = apply(x, weights, chosen, kernels, traced_count=split is not None)
+        if biases is not None and over_width:  # the sum over devices has it once
+            is_first = lax.axis_index(over_width) == 0
+            biases = biases._replace(down=jnp.where(is_first, biases.down, 0))
+        y = apply(x, weights, chosen, kernels, biases, traced_count=split is not None)
         if exchanges:
             y = lax.psum_scatter(y, split, tiled=True)
         elif split:
@@ -246,7 +292,8 @@ def apply_experts(
     weights: Float[Array, "M k"],
     chosen: Int[Array, "M k"],
     kernels: Kernels,
-    activate: Callable[[jax.Array], jax.Array],
+    hidden_units: Callable[[jax.Array, jax.Array], jax.Array],
+    biases: Biases | None = None,
     *,
     storage: WeightStorage | None = None,
     traced_count: bool = False,
@@ -258,7 +305,8 @@ def apply_experts(
       weights: weights of the chosen experts.
       chosen: indices of experts; indices outside 0 ... E - 1 contribute nothing.
       kernels: weights of E experts.
-      activate: the activation of the gate.
+      hidden_units: those of a gate and an up-projection (`gated`).
+      biases: the biases of the experts; None: there are none.
       storage: how the weights are stored; None: as floats.
       traced_count: whether many of `chosen` may be outside 0 ... E - 1, so that the number of
         blocks is counted at run time.
@@ -266,15 +314,16 @@ def apply_experts(
     count = _codes(kernels.gate, storage).shape[0]
     groups = group_rows(chosen, count)
 
-    def product(x, kernel):
+    def product(x, name):
         options = {"block": groups.block, "traced_count": traced_count, "storage": storage}
-        y = grouped_matmul(x, kernel, groups.sizes, **options)
-        return checkpoint_name(y, "product")  # for remat=dots
+        y = grouped_matmul(x, getattr(kernels, name), groups.sizes, **options)
+        y = checkpoint_name(y, "product")  # for remat=dots
+        return y if biases is None else _add_bias(y, getattr(biases, name), groups)
 
     rows = _take_rows(x, groups.token, groups.places)
     with jax.named_scope("experts"):
-        hidden = activate(product(rows, kernels.gate)) * product(rows, kernels.up)
-        out = product(hidden, kernels.down)
+        hidden = hidden_units(product(rows, "gate"), product(rows, "up"))
+        out = product(hidden, "down")
     out = _take_rows(out, groups.places.reshape(-1), groups.pair[:, None])
     out = out.reshape(*chosen.shape, -1).astype(jnp.float32)
     inside = (chosen >= 0) & (chosen < count)
@@ -350,6 +399,18 @@ def _owners(sizes: Int[Array, "E"], blocks: int, block: int) -> Int[Array, "B"]:
     """Returns the group of each block of rows; E for blocks after the last group."""
     starts = block * jnp.arange(blocks, dtype=jnp.int32)
     return (jnp.cumsum(sizes)[None] <= starts[:, None]).sum(1, dtype=jnp.int32)
+
+
+def _add_bias(y: Float[Array, "R O"], bias: Float[Array, "E O"], groups: Groups) -> jax.Array:
+    """Adds to each row the bias of its expert; rows after the last group may get any.
+
+    A product selects the rows of `bias`, since the gradient of a gather would be a scatter, which
+    adds in any order on GPUs.
+    """
+    blocks = y.reshape(-1, groups.block, y.shape[-1])
+    owners = _owners(groups.sizes, blocks.shape[0], groups.block)
+    one_hot = jax.nn.one_hot(owners, bias.shape[0], dtype=y.dtype)
+    return (blocks + _dot(one_hot, bias.astype(y.dtype), 1, 0)[:, None]).reshape(y.shape)
 
 
 @jax.custom_vjp

@@ -20,7 +20,7 @@ from lcjax.attention.cache import Arrays
 from lcjax.attention.head_gates import HEAD_GATE
 from lcjax.attention.relative import RelativeTerms
 from lcjax.models import cache as cache_lib
-from lcjax.models.experts import Kernels, Load, mixture
+from lcjax.models.experts import Biases, Kernels, Load, mixture
 from lcjax.models.loss import Projection, has_few_rows, product_of_few_rows
 from lcjax.models.memory import EncodedContext
 from lcjax.models.model_config import ModelConfig
@@ -318,6 +318,9 @@ class Attention(Projections):
             self.position_bias = self.param("position_bias", spread, heads, dtype)
             spread = nn.initializers.normal(c.width**-0.5)
             self.position_key = self.param("position_key", spread, (c.width, *heads), dtype)
+        if c.attention_sinks:
+            spread = nn.initializers.normal(0.02)
+            self.sinks = self.param("sinks", spread, (c.num_heads,), dtype)
         self.head_gate = None
         if c.pattern.has_head_gates:
             ones = nn.initializers.ones
@@ -347,7 +350,7 @@ class Attention(Projections):
         inputs = inputs._replace(bias=self.bias(inputs.bias))
         q, k, v = self.project(x)
         with jax.named_scope("attend"):
-            partials = self.prefix_partials(q, inputs)
+            partials = self.other_partials(q, inputs)
             if cache is None:
                 if self.is_initializing():
                     # No parameter depends on attention, and some patterns reject init's short rows.
@@ -378,13 +381,20 @@ class Attention(Projections):
                 output = LayerOutput(cache=cache)
         return self.combine(y), output
 
-    def prefix_partials(
-        self, q: jax.Array, inputs: LayerInputs
+    def other_partials(
+        self, q: Float[Array, "B T N H"], inputs: LayerInputs
     ) -> list[tuple[jax.Array, jax.Array]]:
-        """Returns partial attentions (out, lse) to the slots of a prefix memory; [] if none."""
-        if inputs.memory is None:
-            return []
-        return self.config.memory.prefix_partials(q, inputs, self.mesh)
+        """Returns partial attentions (out, lse) to what is no token of the text.
+
+        These are the slots of a prefix memory, and a learned sink, whose value is 0.
+        """
+        partials = []
+        if inputs.memory is not None:
+            partials += self.config.memory.prefix_partials(q, inputs, self.mesh)
+        if self.config.attention_sinks:
+            lse = jnp.broadcast_to(self.sinks.astype(jnp.float32), q.shape[:3])
+            partials.append((jnp.zeros_like(q), lse))
+        return partials
 
 
 def collect_key_values(
@@ -469,16 +479,22 @@ class Kernel(nn.Module):
 
     shape: tuple[int, ...]  # the axis before the last is the contracted one
     config: ModelConfig
+    bias: bool = False
 
     @nn.compact
-    def __call__(self) -> Float[Array, "..."] | dict[str, jax.Array]:
+    def __call__(self) -> tuple[Float[Array, "..."] | dict[str, jax.Array], jax.Array | None]:
+        """Returns the weight and the bias [E] or [E, F]; None without `bias`."""
         spread = nn.initializers.normal(self.shape[-2] ** -0.5)
         storage, dtype = self.config.weights, jnp.dtype(self.config.param_dtype)
-        if storage is None or len(self.shape) == 2:  # a router
-            return self.param("kernel", spread, self.shape, dtype)
-        return self.param(
-            "kernel", lambda key: jax.vmap(storage.quantise)(spread(key, self.shape, dtype))
-        )
+        init = functools.partial(spread, shape=self.shape, dtype=dtype)
+        if storage is not None and len(self.shape) > 2:  # else a router
+            floats = init
+            init = lambda key: jax.vmap(storage.quantise)(floats(key))  # noqa: E731
+        kernel, bias = self.param("kernel", init), None
+        if self.bias:
+            shape = (*self.shape[:-2], self.shape[-1])
+            bias = self.param("bias", nn.initializers.zeros, shape, dtype)
+        return kernel, bias
 
 
 class ExpertKernels(nn.Module):
@@ -487,11 +503,14 @@ class ExpertKernels(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self) -> Kernels:
+    def __call__(self) -> tuple[Kernels, tuple[jax.Array | None, ...]]:
+        """Returns the weights, and their biases in the same order."""
         c, count = self.config, self.config.experts.count
         wide, narrow = (count, c.width, c.expert_width), (count, c.expert_width, c.width)
         shapes = Kernels(gate=wide, up=wide, down=narrow)._asdict()
-        return Kernels(*(Kernel(shape, c, name=name)() for name, shape in shapes.items()))
+        made = (Kernel(shape, c, c.experts.bias, name=name)() for name, shape in shapes.items())
+        kernels, biases = zip(*made, strict=True)
+        return Kernels(*kernels), biases
 
 
 class SparseMLP(nn.Module):
@@ -507,10 +526,11 @@ class SparseMLP(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Load | None]:
         """Returns the output, and the load over the tokens of `collect`; None without `collect`."""
         c = self.config
-        router = Kernel((c.width, c.experts.count), c, name="router")()
-        kernels = ExpertKernels(c, name="experts")()
+        router, bias = Kernel((c.width, c.experts.count), c, c.experts.bias, name="router")()
+        kernels, biases = ExpertKernels(c, name="experts")()
+        biases = Biases(bias, *biases) if c.experts.bias else None
         return mixture(
-            *(x, router, kernels, collect and collect.counted),
+            *(x, router, kernels, collect and collect.counted, biases),
             experts=c.experts,
             activate=_ACTIVATIONS[c.activation],
             storage=c.weights,

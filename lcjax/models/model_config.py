@@ -85,6 +85,8 @@ class ModelConfig:
     attention_scale: float | None = None  # factor of the attention logits; null: 1 / sqrt(H)
     # c: attention logits become c tanh(logit / c) (Gemma 2)
     attention_soft_cap: float | None = None
+    # A learned logit of each query head in the denominator of attention (gpt-oss)
+    attention_sinks: bool = False
     logit_scale: float = 1.0  # factor of the vocabulary logits (Granite)
     logit_soft_cap: float | None = None  # c: vocabulary logits become c tanh(logit / c) (Gemma 2)
     # Tokens that exports announce; null: from `max_length` and the rope (`Rope.extended_length`)
@@ -146,14 +148,14 @@ class ModelConfig:
             self._check_cache()
         if self.weights is not None:
             self._check_weights()
-        if self.attention_soft_cap is not None and not (
-            self.is_position_based and self.position == "rope"
-        ):
-            raise InputError(
-                "model.attention_soft_cap is not defined under pattern"
-                f" {', '.join(map(repr, self.patterns))} with position={self.position}; take a"
-                " pattern that chooses keys by their position alone, such as sliding or streaming"
-            )
+        for field in ("attention_soft_cap", "attention_sinks"):
+            if getattr(self, field) and not (self.is_position_based and self.position == "rope"):
+                raise InputError(
+                    f"model.{field} is not defined under pattern"
+                    f" {', '.join(map(repr, self.patterns))} with position={self.position}; take a"
+                    " pattern that chooses keys by their position alone, such as sliding or"
+                    " streaming"
+                )
         for kind in self.kinds if self.layers else ():
             self.of_kind(kind)  # its `__post_init__` checks this pattern and rope
             if kind.rope is not None and kind.rope.learned:
@@ -206,6 +208,7 @@ class ModelConfig:
         """Raises an InputError if memories, or this memory, do not support the architecture."""
         plain = {"norm_place": "before", "qk_norm": "none", "residual_scale": 1.0, "experts": None}
         plain |= {"attention_scale": None, "attention_soft_cap": None, "norm_plus_one": False}
+        plain |= {"attention_sinks": False}
         for field, value in plain.items():
             if getattr(self, field) != value:
                 raise InputError(

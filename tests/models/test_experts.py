@@ -16,16 +16,18 @@ from lcjax.models import Decoder, ModelConfig
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
 from lcjax.models.experts import (
+    Biases,
     Experts,
     Kernels,
     _block_sums,
     _kernel_sums,
     apply_experts,
     block_rows,
+    gated,
     group_rows,
     grouped_matmul,
     max_blocks,
-    route,
+    mixture,
 )
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings
@@ -37,6 +39,13 @@ CONFIG = ModelConfig(
     *(64, 32, 48, 2, 4, 2, 8, 64),
     experts=Experts(count=6, top_k=3, width=20, balance=0.5),
 )
+# As gpt-oss has them: biases, clamped units, and a sink of each head.
+BIASED = CONFIG.replace(
+    experts=dataclasses.replace(CONFIG.experts, bias=True, swiglu_limit=0.5),
+    attention_sinks=True,
+    qkv_bias=True,
+)
+SWIGLU = gated(CONFIG.experts, jax.nn.silu)
 
 
 def random(seed, *shape):
@@ -100,7 +109,7 @@ def test_tpus_compile_a_mixture_and_its_gradient_without_products_of_all_experts
     def gradient(x, weights, chosen, kernels):
         def total(*inputs):
             x, weights, kernels = inputs
-            return apply_experts(x, weights, chosen, kernels, jax.nn.silu).sum()
+            return apply_experts(x, weights, chosen, kernels, SWIGLU).sum()
 
         return jax.grad(total, (0, 1, 2))(x, weights, kernels)
 
@@ -139,27 +148,42 @@ def test_rows_are_sorted_into_blocks_of_one_expert_each(tokens, foreign):
     assert (pads == tokens * top_k).all()
 
 
-@pytest.mark.parametrize("tokens", [1, 40])
-def test_a_mixture_is_the_weighted_sum_of_its_experts_with_the_gradient_of_that_sum(tokens):
-    experts, x = Experts(count=5, top_k=2), random(3, tokens, 8)
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [(1, {}), (40, {}), (40, {"bias": True, "swiglu_limit": 1.5, "swiglu_alpha": 1.3})],
+)
+def test_a_mixture_is_the_weighted_sum_of_its_experts_with_the_gradient_of_that_sum(
+    tokens, options
+):
+    experts, x = Experts(count=5, top_k=2, **options), random(3, tokens, 8)
     router, kernels = (
         random(4, 8, 5), Kernels(random(5, 5, 8, 6), random(6, 5, 8, 6), random(7, 5, 6, 8))
     )  # fmt: skip
+    biases = Biases(random(8, 5), random(9, 5, 6), random(10, 5, 6), random(11, 5, 8))
+    if not experts.bias:
+        biases = jax.tree.map(np.zeros_like, biases)
 
-    def sparse(x, router, kernels):
-        _, weights, chosen = route(x @ router, experts)
-        return jnp.sin(apply_experts(x, weights, chosen, kernels, jax.nn.silu)).sum()
+    def sparse(x, router, kernels, biases):
+        of_experts = biases if experts.bias else None
+        arrays = x[None], router, kernels, None, of_experts
+        return jnp.sin(mixture(*arrays, experts=experts, activate=jax.nn.silu)[0]).sum()
 
-    def dense(x, router, kernels):
-        p = jax.nn.softmax(x @ router)
+    def dense(x, router, kernels, biases):
+        p = jax.nn.softmax(x @ router + biases.router)
         kept = jnp.where(p >= jnp.sort(p)[:, -2:-1], p, 0)
-        hidden = jax.nn.silu(jnp.einsum("md,edf->mef", x, kernels.gate))
-        hidden = hidden * jnp.einsum("md,edf->mef", x, kernels.up)
-        out = jnp.einsum("mef,efd->med", hidden, kernels.down)
+        gate = jnp.einsum("md,edf->mef", x, kernels.gate) + biases.gate
+        up = jnp.einsum("md,edf->mef", x, kernels.up) + biases.up
+        if experts.swiglu_limit is None:
+            hidden = jax.nn.silu(gate) * up
+        else:  # gpt-oss
+            gate, up = gate.clip(max=1.5), up.clip(-1.5, 1.5)
+            hidden = (up + 1) * gate / (1 + jnp.exp(-1.3 * gate))
+        out = jnp.einsum("mef,efd->med", hidden, kernels.down) + biases.down
         return jnp.sin(jnp.einsum("me,med->md", kept / kept.sum(-1, keepdims=True), out)).sum()
 
+    inputs, learned = (x, router, kernels, biases), (0, 1, 2, 3)[: 3 + experts.bias]
     (mine, grads), (want, dense_grads) = (
-        jax.jit(jax.value_and_grad(f, (0, 1, 2)))(x, router, kernels) for f in (sparse, dense)
+        jax.jit(jax.value_and_grad(f, learned))(*inputs) for f in (sparse, dense)
     )
     np.testing.assert_allclose(mine, want, rtol=1e-5)
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(dense_grads)):
@@ -176,7 +200,7 @@ def test_a_cpu_multiplies_blocks_and_holds_neither_masked_rows_nor_other_weights
     )
     weights = jax.ShapeDtypeStruct((tokens, top_k), "float32")
     chosen = jax.ShapeDtypeStruct((tokens, top_k), "int32")
-    layer = functools.partial(apply_experts, activate=jax.nn.silu)
+    layer = functools.partial(apply_experts, hidden_units=SWIGLU)
     compiled = jax.jit(layer).lower(x, weights, chosen, kernels).compile()
     block = block_rows(tokens * top_k, count)
     rows = block * max_blocks(tokens * top_k, count, block)
@@ -197,10 +221,17 @@ def read(config, mesh, params, tokens, cache=None):
     return output.hidden, output.cache
 
 
-@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_step_beside_the_cache_equals_the_whole_text(scan_layers):
-    config = CONFIG.replace(scan_layers=scan_layers)
-    params, tokens = random_params(config, 0), text(1, 2, 12) % 64
+def noisy_params(config):
+    """Random parameters, in which no bias is 0."""
+    params, rng = random_params(config, 0), np.random.default_rng(0)
+    return jax.tree.map(lambda x: x + np.float32(rng.normal(0, 0.1, x.shape)), params)
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(BIASED.replace(scan_layers=False), marks=pytest.mark.slow)]
+)
+def test_a_step_beside_the_cache_equals_the_whole_text(config):
+    params, tokens = noisy_params(config), text(1, 2, 12) % 64
     whole, _ = read(config, None, params, tokens)
     cache, parts = cache_lib.create(config, 2, 12), []
     for part in (tokens[:, :9], *(tokens[:, i : i + 1] for i in range(9, 12))):
@@ -242,9 +273,10 @@ def loss_and_gradients(config, mesh, params, batch):
 )
 def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape):
     # 8 experts that 8 devices share, or 6 that only 2 of 4 could: then each has them all.
-    experts = dataclasses.replace(CONFIG.experts, count=6 if shape.expert == 4 else 8)
-    config = CONFIG.replace(experts=experts)
-    params, rng = random_params(config, 0), np.random.default_rng(0)
+    config = BIASED if shape.expert > 1 and shape.tensor > 1 else CONFIG
+    experts = dataclasses.replace(config.experts, count=6 if shape.expert == 4 else 8)
+    config = config.replace(experts=experts)
+    params, rng = noisy_params(config), np.random.default_rng(0)
     tokens = rng.integers(0, 64, (8, 16)).astype(np.int32)
     segments = np.ones_like(tokens)
     segments[3, 9:] = segments[6, 2:] = 0

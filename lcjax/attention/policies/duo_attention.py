@@ -169,11 +169,18 @@ class HeadGroups(LayerCache):
     def attend(self, arrays, q, k, v, pattern, view, metadata):
         outs, order, result = [], [], {}
         rows, length, count, size = q.shape
-        by_group = q.reshape(rows, length, self.num_heads, -1, size)
+        partials = metadata.extra_partials
+
+        def of_heads(x, heads):  # [B, T, N, ...]
+            x = x.reshape(rows, length, self.num_heads, -1, *x.shape[3:])[:, :, heads]
+            return x.reshape(rows, length, -1, *x.shape[4:])
+
         for (prefix, kind, heads), group_view in zip(self._groups, view.groups, strict=True):
             group_arrays = of_prefix(arrays, prefix)
-            queries = by_group[:, :, heads].reshape(rows, length, -1, size)
+            queries = of_heads(q, heads)
             pair, place = (k[:, :, heads], v[:, :, heads]), group_view.update_metadata(metadata)
+            own = [[of_heads(x, heads) for x in partial] for partial in partials]
+            place = place.replace(extra_partials=own)
             out, group_arrays = kind.attend(
                 group_arrays, queries, *pair, pattern, group_view, place
             )
