@@ -24,6 +24,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CODES = {name: code for code, name in _NAMES.items()}
+_QUANTISED = {"U8": "uint8"}  # read with `rows`, too, but not as numbers
 _BITS = {  # bits of one number
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -58,7 +59,8 @@ class SafetensorsFolder:
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Returns rows `start:stop` of the leading axis."""
         info, (file, offset) = self.tensors[name], self._places[name]
-        dtype = np.dtype(getattr(ml_dtypes, info.dtype, None) or info.dtype)
+        stored = _QUANTISED.get(info.dtype, info.dtype)
+        dtype = np.dtype(getattr(ml_dtypes, stored, None) or stored)
         row = math.prod(info.shape[1:])
         count, skip = (stop - start) * row, offset + start * row * dtype.itemsize
         block = read_range(file, skip, count * dtype.itemsize).view(dtype)

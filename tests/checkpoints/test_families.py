@@ -176,13 +176,14 @@ MODELS = {
 STATE_DICTS = ("qwen3", "gemma3", "mixtral, all experts at once", "olmoe, all experts at once")
 
 
-def hf_model(name):
+def hf_model(name, dtype=None, **sizes):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, changes = MODELS[name]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SIZES | changes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    config = AutoConfig.for_model(kind, **SIZES | changes | sizes)
+    options = {"attn_implementation": "eager", "dtype": dtype}
+    model = AutoModelForCausalLM.from_config(config, **options).eval()
     with torch.no_grad():  # biases and norms start at 0 and 1, where a swap would not show
         for path, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in path))
@@ -276,6 +277,50 @@ def test_pickles_in_two_files_hold_the_model_of_safetensors(tmp_path, name):
     (tmp_path / "bin" / files[1]).unlink()
     with pytest.raises(InputError, match=rf"1 of 2 shards are missing: {files[1]}"):
         load(tmp_path / "bin", allow_pickle=True)
+
+
+def test_a_gpt_oss_in_mxfp4_holds_the_numbers_that_transformers_reads(tmp_path):
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    sizes = {"hidden_size": 64, "intermediate_size": 32}  # blocks have 32 numbers
+    model = hf_model("gpt_oss", dtype=torch.bfloat16, **sizes)
+    for form in ("floats", "codes"):
+        model.save_pretrained(tmp_path / form)
+        ByteTokenizer().save(tmp_path / form)
+    state, rng = load_file(tmp_path / "floats/model.safetensors"), np.random.default_rng(0)
+    codes = {}
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = state[name].shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8)
+        scales = rng.integers(118, 128, blocks.shape[:-1], dtype=np.uint8)
+        scales[0, 0, 0] = 250 if "layers.0" in name else 1  # of numbers at the ends of the range
+        blocks[0, 0, 0] = 0x12
+        packed = torch.tensor(blocks), torch.tensor(scales)
+        state[name] = convert_moe_packed_tensors(*packed).contiguous()
+        codes |= {f"{name}_blocks": packed[0], f"{name}_scales": packed[1]}
+    save_file(state, tmp_path / "floats/model.safetensors", {"format": "pt"})
+    plain = {name: x for name, x in state.items() if f"{name}_blocks" not in codes}
+    save_file(plain | codes, tmp_path / "codes/model.safetensors", {"format": "pt"})
+    file = tmp_path / "codes/config.json"
+    hf = json.loads(file.read_text())
+    hf["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    file.write_text(json.dumps(hf))
+    expected, config, _ = load(tmp_path / "floats")
+    params, read, _ = load(tmp_path / "codes")
+    assert read == config and config.param_dtype == "bfloat16"
+    assert_same(params, expected)
+    save_hf(tmp_path / "out", params, read, ByteTokenizer())
+    assert_same(load(tmp_path / "out")[0], expected)
+
+    name = "model.layers.1.mlp.experts.down_proj"
+    codes[f"{name}_scales"] = codes[f"{name}_scales"][:, :-1].contiguous()
+    save_file(plain | codes, tmp_path / "codes/model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=rf"{name}_scales .* are not as MXFP4 has them"):
+        load(tmp_path / "codes")
+    file.write_text(json.dumps(hf | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(InputError, match="quant_method='awq'. is not supported for model_type="):
+        load(tmp_path / "codes")
 
 
 VISION = {
@@ -646,8 +691,8 @@ def test_a_stored_head_of_a_tied_config_counts_as_in_transformers(tmp_path, stor
 OTHER_VALUES = {
     **dict.fromkeys(("hidden_act", "hidden_activation"), ("relu",)),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), (1e-3,)),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "qk_layernorm"), (True,)),
-    **dict.fromkeys(("norm_topk_prob", "tie_word_embeddings"), (True, False)),
+    **dict.fromkeys(("mlp_bias", "qk_layernorm"), (True,)),
+    **dict.fromkeys(("attention_bias", "norm_topk_prob", "tie_word_embeddings"), (True, False)),
     **dict.fromkeys(("use_bidirectional_attention", "per_layer_config"), (True, {"0": {}})),
     **dict.fromkeys(("num_local_experts", "num_experts", "num_experts_per_tok"), (3,)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), (1.5,)),
@@ -657,7 +702,7 @@ OTHER_VALUES = {
     **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), (0.5,)),
     **dict.fromkeys(("num_hidden_layers", "hidden_size", "intermediate_size"), (96,)),
     **dict.fromkeys(("vocab_size", "num_attention_heads", "moe_intermediate_size"), (96,)),
-    **dict.fromkeys(("head_dim", "max_position_embeddings"), (64,)),
+    **dict.fromkeys(("head_dim", "max_position_embeddings"), (64, 32)),
     "num_key_value_heads": (4,),
     "sliding_window": (5,),
     "use_sliding_window": (False,),
