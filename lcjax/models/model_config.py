@@ -430,6 +430,19 @@ _OLMO3 = {
         LayerKind(),
     ),
 }
+
+
+def _gpt_oss(experts):
+    return {
+        "qkv_bias": True,
+        "out_bias": True,
+        "attention_sinks": True,
+        "experts": Experts(experts, 4, bias=True, swiglu_limit=7.0, balance=0.9),
+        "rope": Yarn(theta=150_000.0, factor=32.0, original_length=4_096, truncate=False),
+        "layers": (LayerKind(pattern=Sliding(window=128)), LayerKind()),
+    }
+
+
 PRESETS = {
     # For tests and dry runs: has every part of a Llama, and trains in seconds on a laptop.
     "tiny": ModelConfig(259, 64, 160, 2, 4, 2, 16, 128),
@@ -470,6 +483,8 @@ PRESETS = {
     ),
     "olmo3-7b": ModelConfig(*(100_278, 4_096, 11_008, 32, 32, 32, 128, 65_536), **_OLMO3),
     "olmo3-32b": ModelConfig(*(100_278, 5_120, 27_648, 64, 40, 8, 128, 65_536), **_OLMO3),
+    "gpt-oss-20b": ModelConfig(*(201_088, 2_880, 2_880, 24, 64, 8, 64, 131_072), **_gpt_oss(32)),
+    "gpt-oss-120b": ModelConfig(*(201_088, 2_880, 2_880, 36, 64, 8, 64, 131_072), **_gpt_oss(128)),
     "mistral-7b": ModelConfig(
         *(32_000, 4_096, 14_336, 32, 32, 8, 128, 32_768), pattern=Sliding(window=4_096)
     ),
@@ -516,6 +531,8 @@ HUB = {
     "meta-llama/Llama-3.1-8B-Instruct": "llama3.1-8b",
     "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
     "Qwen/Qwen3-8B": "qwen3-8b",
+    "openai/gpt-oss-20b": "gpt-oss-20b",
+    "openai/gpt-oss-120b": "gpt-oss-120b",
     "allenai/Olmo-3-1025-7B": "olmo3-7b",
     "allenai/Olmo-3-1125-32B": "olmo3-32b",
     "microsoft/phi-2": "phi-2",

@@ -1,13 +1,16 @@
 """Cache policies in other architectures, with every RoPE method: what is kept, and what is read."""
 
+import jax
 import numpy as np
 import pytest
 from cache_policy_support import TINY, held_tokens, read_session, text
+from kv_cache_golden import head_file
 from rope_examples import rope_examples
 from tiny_lm import sharp_decoder
 
-from lcjax.attention import Sliding
-from lcjax.attention.policies import SnapKV, StreamingCache
+from lcjax.attention import Channels, KeepAll, Kivi, Quest, Sliding
+from lcjax.attention.policies import DuoAttention, Knorm, SnapKV, StreamingCache
+from lcjax.generation.language_model import LanguageModel
 from lcjax.models import LayerKind
 from lcjax.models.experts import Experts
 from lcjax.rope import NoRotation
@@ -25,12 +28,17 @@ ARCHITECTURES = {
         block="parallel", norm="layer", gated_mlp=False, qkv_bias=True, rotary_fraction=0.5
     ),
     "nope": TINY.replace(rope=NoRotation()),
+    "gpt-oss": TINY.replace(
+        head_dim=32,
+        attention_sinks=True,
+        experts=Experts(count=4, top_k=2, bias=True, swiglu_limit=2.0),
+    ),
     "mixtral": TINY.replace(experts=Experts(count=4, top_k=2)),
 } | {
     name: TINY.replace(rope=rope, max_length=16)
     for name, rope in rope_examples(theta=1e4, length=16).items()
 }
-QUICK = ("gemma2", "qwen3", "yarn-0")
+QUICK = ("gemma2", "gpt-oss", "yarn-0")
 EVERY = pytest.mark.parametrize(
     "name",
     [
@@ -38,6 +46,17 @@ EVERY = pytest.mark.parametrize(
         for name in ARCHITECTURES
     ],
 )
+
+
+def model(config):
+    """Its sinks, if it has any, are as great as the logits of keys."""
+    lm = sharp_decoder(config.replace(scan_layers=False))
+
+    def raised(path, x):
+        return np.linspace(2, 6, len(x), dtype=x.dtype) if "sinks" in str(path[-1]) else x
+
+    params = jax.tree_util.tree_map_with_path(raised, lm.params)
+    return LanguageModel(lm.model, params, lm.tokenizer)
 
 
 def weights_of_last_queries(lm, ids, layer):
@@ -80,14 +99,13 @@ def assert_keeps_what_is_attended_to(lm, layer):
 
 @EVERY
 def test_the_keys_that_the_last_queries_attend_to_stay(name):
-    config = ARCHITECTURES[name].replace(scan_layers=False)
-    assert_keeps_what_is_attended_to(sharp_decoder(config), layer=1)
+    assert_keeps_what_is_attended_to(model(ARCHITECTURES[name]), layer=1)
 
 
 @EVERY
 def test_the_newest_tokens_give_the_numbers_of_a_window_of_as_many(name):
     # One layer, since the window of the second layer reaches further back.
-    lm = sharp_decoder(ARCHITECTURES[name].replace(num_layers=1, scan_layers=False))
+    lm = model(ARCHITECTURES[name].replace(num_layers=1))
     methods = lm.with_method(pattern=Sliding(window=KEPT + 1)), lm.with_method(cache=NEWEST)
     sessions = [read_session(method, [text(1, LENGTH)], NEW) for method in methods]
     for step, token in enumerate(text(2, NEW)):
@@ -106,4 +124,28 @@ def test_the_newest_tokens_give_the_numbers_of_a_window_of_as_many(name):
     ids=["window", "nope first", "nope last"],
 )
 def test_layers_that_differ_keep_what_their_own_queries_attend_to(kinds):
-    assert_keeps_what_is_attended_to(sharp_decoder(TINY.replace(layers=kinds)), layer=1)
+    assert_keeps_what_is_attended_to(model(TINY.replace(layers=kinds)), layer=1)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        DuoAttention(head_file([[0.9, 0.1], [0.2, 0.8]]), sinks=30, recent=70, every=4),
+        pytest.param(KeepAll(Kivi(bits=4, residual=64)), marks=pytest.mark.slow),
+        pytest.param(Quest(tokens=96, share="sum"), marks=pytest.mark.slow),
+        pytest.param(Knorm(ratio=0.0, channels=Channels(ratio=0.01)), marks=pytest.mark.slow),
+    ],
+    ids=lambda cache: type(cache).__name__,
+)
+def test_learned_sinks_share_the_softmax_whatever_the_cache_keeps(cache):
+    """Caches that have room for the whole text, in their own arrays, give its logits."""
+    lm = model(ARCHITECTURES["gpt-oss"])
+    without = LanguageModel(
+        lm.model.clone(config=lm.config.replace(attention_sinks=False)), lm.params, lm.tokenizer
+    )
+    ids = text(1, LENGTH)
+    expected = lm.logits(np.array([ids]))[0, -1]
+    assert np.abs(without.logits(np.array([ids]))[0, -1] - expected).max() > 0.1
+    session = read_session(lm.with_method(cache=cache), [ids[:-1]], NEW)
+    actual = session.read(np.array(ids[-1:], np.int32), None, np.array([[LENGTH - 1]]))[0]
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
