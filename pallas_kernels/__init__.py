@@ -14,6 +14,8 @@ Depends on JAX only.
 
 from pallas_kernels import gather, tables
 from pallas_kernels.biases import Alibi, Bias, RelativeBias, alibi_slopes
+from pallas_kernels.convolution import causal_convolution
+from pallas_kernels.delta_rule import gated_delta_rule
 from pallas_kernels.explanations import explain
 from pallas_kernels.flash import decode, flash
 from pallas_kernels.folded import FoldedHeads
@@ -60,6 +62,7 @@ __all__ = [
     "band",
     "by_heads",
     "causal",
+    "causal_convolution",
     "chunk_distance",
     "chunks",
     "decode",
@@ -68,6 +71,7 @@ __all__ = [
     "everything",
     "explain",
     "flash",
+    "gated_delta_rule",
     "gather",
     "keys_in",
     "landmark_attention",

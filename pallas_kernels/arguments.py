@@ -1,8 +1,9 @@
-"""Argument checks of `flash` and `landmark_attention`, and their support of Explicit mesh axes."""
+"""Argument checks of the public functions, and their support of Explicit mesh axes."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import jax
@@ -166,39 +167,78 @@ def _check_table(table, b: int, t: int, n: int, s: int, heads: int):
         )
 
 
-def on_any_mesh(attention: Callable) -> Callable:
-    """Wraps `attention(q, k, v, ...) -> (out, lse)` so that it runs under Explicit mesh axes.
+def check_shapes(call: str, arrays: dict, segments=None, sizes: dict[str, int] | None = None):
+    """Raises unless arrays have floating-point dtypes and shapes of equal sizes for equal letters.
+
+    Args:
+      arrays: (array, one letter for each axis) by name; an array may be None.
+      segments: None, or integers or bool [B, T].
+      sizes: sizes of letters that are known before.
+    """
+    sizes = dict(sizes or {})
+    for name, (x, axes) in arrays.items():
+        if x is None:
+            continue
+        if not (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)):
+            dtype = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(f"{call}: {name} is {dtype}, must be a floating-point array")
+        found = dict(zip(axes, x.shape))
+        if x.ndim != len(axes) or any(sizes.get(a, size) != size for a, size in found.items()):
+            rule = ", ".join(f"{a} = {sizes[a]}" if a in sizes else a for a in axes)
+            raise ValueError(f"{call}: {name} has shape {x.shape}, must be [{rule}]")
+        sizes |= found
+    if segments is None:
+        return
+    segments = _array(call, "segments", segments)
+    if segments.shape != (sizes["B"], sizes["T"]):
+        raise ValueError(
+            f"{call}: segments has shape {segments.shape}, must be {(sizes['B'], sizes['T'])}"
+        )
+    if not (segments.dtype == bool or jnp.issubdtype(segments.dtype, jnp.integer)):
+        raise TypeError(f"{call}: segments is {segments.dtype}, must be integers")
+
+
+def on_any_mesh(attention: Callable, second: tuple[int | None, ...] = (0, 1, 2)) -> Callable:
+    """Wraps `attention(q, ...) -> (out, lse)` so that it runs under Explicit mesh axes.
 
     `jax.make_mesh` makes such axes by default. The loops of the implementations do not annotate the
-    sharding of each of their steps, so the call runs with these axes Auto. Results are sharded like
-    the rows, length and heads of q.
+    sharding of each of their steps, so the call runs with these axes Auto. The first result is
+    sharded like the rows, length and heads of q.
+
+    Args:
+      attention: a function of one or more arrays that returns two.
+      second: for each leading axis of the second result, the axis of q like which it is sharded;
+        None if it is not.
 
     Raises:
       ValueError: the call is inside a `jax.shard_map` that checks which values vary (check_vma).
     """
+    first_name = next(iter(inspect.signature(attention).parameters))
 
     @functools.wraps(attention)
-    def run(q, k, v, *args, **options):
+    def run(*args, **options):
         name = options.get("implementation")
         if name is not None and not isinstance(name, str):
             kind = type(name).__name__
             raise TypeError(f"{attention.__name__}: implementation is a {kind}, must be a name")
-        leaves, tree = jax.tree.flatten((q, k, v, args, options))
+        leaves, tree = jax.tree.flatten((args, options))
         arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
         if name != REFERENCE:
             _check_manual(attention.__name__, arrays.values())
         sharding = _explicit(arrays.values())
         if sharding is None or options.get("layout") is not None:
-            return attention(q, k, v, *args, **options)
+            return attention(*args, **options)
 
         def automatic(arrays):
             filled = [arrays.get(i, x) for i, x in enumerate(leaves)]
-            q, k, v, args, options = jax.tree.unflatten(tree, filled)
-            return attention(q, k, v, *args, **options)
+            args, options = jax.tree.unflatten(tree, filled)
+            return attention(*args, **options)
 
+        q = args[0] if args else options[first_name]
         mesh, spec = sharding.mesh, jax.typeof(q).sharding.spec
-        whole = NamedSharding(mesh, PartitionSpec(*spec[:3]))
-        return jax.sharding.auto_axes(automatic, out_sharding=(whole, whole))(arrays)
+        specs = spec[:3], [None if axis is None else spec[axis] for axis in second]
+        on = tuple(NamedSharding(mesh, PartitionSpec(*axes)) for axes in specs)
+        return jax.sharding.auto_axes(automatic, out_sharding=on)(arrays)
 
     return run
 

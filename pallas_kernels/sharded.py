@@ -109,6 +109,20 @@ class Layout:
                 )
         return replace(self, rows=rows, heads=heads, length=length)
 
+    def of_tokens(self, x) -> Layout:
+        """Returns the layout of a recurrence over x [B, T, N, ...], `fitting` to it.
+
+        The length is not split if there are fewer tokens than devices, such as the one of a
+        decoding step, nor that of queries with the method `split_keys` if it is no multiple.
+
+        Raises:
+          ValueError: the axis `length` does not divide the number of tokens.
+        """
+        count = self.size(self.length)
+        is_whole = x.shape[1] < count or (self.method == "split_keys" and x.shape[1] % count)
+        layout = replace(self, length=None) if is_whole else self
+        return layout.fitting(x, x)
+
     def spec(self, x, *, heads: bool = False) -> PartitionSpec:
         """Returns the PartitionSpec of x [1 or B, T], or with `heads` of x [B, T, N, ...]."""
         rows = self.rows if self.rows and x.shape[0] > 1 else None
@@ -231,17 +245,15 @@ def _on_shards(local, q, k, v, operands: Operands, layout: Layout):
     specs = of_queries.spec(q, heads=True), keys, keys, Operands(*positions, bias)
     is_sharded = q.shape[1] % layout.size(layout.length) == 0
     out_spec = (layout if is_sharded else of_queries).spec(q, heads=True)
-    arrays = q, k, v, operands
-    if layout.mesh.explicit_axes:  # the types of arrays contain their sharding, which must match
-        on = jax.tree.map(lambda spec: NamedSharding(layout.mesh, spec), specs)
+    return on_shards(local, (q, k, v, operands), specs, (out_spec, out_spec), layout.mesh)
+
+
+def on_shards(local, arrays, specs, out_specs, mesh: jax.sharding.Mesh):
+    """Runs `local(*arrays)` on the shards of each device, with arrays sharded by `specs`."""
+    if mesh.explicit_axes:  # the types of arrays contain their sharding, which must match
+        on = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         arrays = jax.tree.map(jax.reshard, arrays, on)
-    run = jax.shard_map(
-        local,
-        mesh=layout.mesh,
-        in_specs=specs,
-        out_specs=(out_spec, out_spec),
-        check_vma=False,
-    )
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
     # Without jit shard_map has no symbolic zeros, which mark outputs that nothing depends on.
     return jax.jit(run)(*arrays)
 
