@@ -9,6 +9,9 @@ cache in its memory layout, `landmark_attention` computes a grouped softmax, and
 each of them over the devices of a mesh. `explain` reports which implementation runs, in which
 blocks, and why.
 
+`gated_delta_rule` is a linear attention with a state in place of a cache, and `causal_convolution`
+the short convolution before it.
+
 Depends on JAX only.
 """
 

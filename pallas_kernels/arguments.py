@@ -140,10 +140,14 @@ def check_options(q, k, mask, soft_cap, bias, sinks, table, splits, layout):
         raise ValueError(f"flash: sinks has shape {shape}, must be ({n},)")
     if splits is not None:
         integer("flash: splits", splits, 1)
-    if layout is not None and not hasattr(layout, "fitting"):
-        raise TypeError(f"flash: layout is a {type(layout).__name__}, must be a Layout")
+    _check_layout("flash", layout)
     if table is not None:
         _check_table(table, b, t, n, s, heads)
+
+
+def _check_layout(call: str, layout):
+    if layout is not None and not hasattr(layout, "fitting"):
+        raise TypeError(f"{call}: layout is a {type(layout).__name__}, must be a Layout")
 
 
 def _check_table(table, b: int, t: int, n: int, s: int, heads: int):
@@ -167,12 +171,13 @@ def _check_table(table, b: int, t: int, n: int, s: int, heads: int):
         )
 
 
-def check_shapes(call: str, arrays: dict, segments=None, sizes: dict[str, int] | None = None):
+def check_shapes(call: str, arrays: dict, segments, layout, sizes: dict[str, int] | None = None):
     """Raises unless arrays have floating-point dtypes and shapes of equal sizes for equal letters.
 
     Args:
       arrays: (array, one letter for each axis) by name; an array may be None.
       segments: None, or integers or bool [B, T].
+      layout: None, or a Layout.
       sizes: sizes of letters that are known before.
     """
     sizes = dict(sizes or {})
@@ -187,6 +192,7 @@ def check_shapes(call: str, arrays: dict, segments=None, sizes: dict[str, int] |
             rule = ", ".join(f"{a} = {sizes[a]}" if a in sizes else a for a in axes)
             raise ValueError(f"{call}: {name} has shape {x.shape}, must be [{rule}]")
         sizes |= found
+    _check_layout(call, layout)
     if segments is None:
         return
     segments = _array(call, "segments", segments)

@@ -54,7 +54,7 @@ def causal_convolution(
     """
     taps = kernel.shape[0] if getattr(kernel, "ndim", 0) else 1
     arrays = {"x": (x, "BTC"), "kernel": (kernel, "WC"), "state": (state, "BPC")}
-    check_shapes("causal_convolution", arrays, segments, {"P": taps - 1})
+    check_shapes("causal_convolution", arrays, segments, layout, {"P": taps - 1})
     if state is None:
         state = jnp.zeros((x.shape[0], taps - 1, x.shape[2]), x.dtype)
     state = state.astype(x.dtype)

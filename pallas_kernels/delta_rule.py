@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 # Tokens whose chunks are computed side by side. The backward pass keeps the state at the start of
-# every group and computes the rest of one group at a time again.
+# every group and computes the rest of one group at a time again. With heads of 128 channels its
+# memory is least at 256: smaller groups keep more states, larger ones more matrices of chunks.
 GROUP_TOKENS = 256
 # exp of less is 0 in float32, so a decay of -inf may be replaced by this: 0 * -inf would be NaN.
 LEAST_LOG_DECAY = -128.0
@@ -75,12 +76,12 @@ def gated_delta_rule(
       state: the state before the first token; None means 0. With segments it belongs to the
         document of the row's first token.
       segments: documents, numbered from 1; 0 is padding. The state is 0 at the start of every
-        document. Padding has output 0 and leaves the state unchanged. A document is one run of
-        tokens, which padding may interrupt.
+        document. Padding, which must be finite, has output 0 and leaves the state unchanged. A
+        document is one run of tokens, which padding may interrupt.
       chunk: the number of tokens of a chunk, a power of 2. Results do not depend on it beyond
         rounding.
-      layout: shards rows, heads and length. The devices of a split length exchange one affine map
-        of the state each, [K, K + V] per head, whatever the method of the layout.
+      layout: shards rows, heads and length. Tokens must be in order. The devices of a split length
+        exchange one affine map of the state each, [K, K + V] per head, whatever its method is.
 
     Returns:
       out in v's dtype, and the float32 state after the row's last token.
@@ -93,7 +94,7 @@ def gated_delta_rule(
     axes = "BTN" if getattr(log_decay, "ndim", 3) == 3 else "BTNK"
     arrays = {"q": (q, "BTNK"), "k": (k, "BTNK"), "v": (v, "BTNV"), "log_decay": (log_decay, axes)}
     arrays |= {"beta": (beta, "BTN"), "state": (state, "BNKV")}
-    check_shapes("gated_delta_rule", arrays, segments)
+    check_shapes("gated_delta_rule", arrays, segments, layout)
     chunk = integer("gated_delta_rule: chunk", chunk, 1)
     if chunk & (chunk - 1):
         near = 1 << chunk.bit_length()
@@ -323,7 +324,7 @@ def _channel_products(q, k, log_decay, precision):
     lower, sums = jax.tree.map(lambda x: x[..., 0, :, :], (lower, (start, end, total)))
     if q is None:
         return lower[0], None, sums
-    own = jnp.sum(q * k, -1)[..., None] * jnp.eye(k.shape[-2])
+    own = jnp.sum(q * k, -1)[..., None] * jnp.eye(k.shape[-2], dtype=jnp.float32)
     return lower[0], lower[1] + own, sums
 
 
@@ -393,7 +394,7 @@ def _states(run, tokens: _Tokens, state, documents, precision, axis: str):
     their tokens at the same time, and combine those of all (as a scan over devices).
     """
     size, width = state.shape[-2:]
-    eye = jnp.broadcast_to(jnp.eye(size), (*state.shape[:-1], size))
+    eye = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), (*state.shape[:-1], size))
     start = jnp.concatenate([jnp.zeros_like(state), eye], -1)
     _, end = run(tokens._replace(q=None), start)
     maps = lax.all_gather(end, axis)

@@ -346,6 +346,19 @@ def test_axes_of_the_kind_explicit(with_layout):
         np.testing.assert_allclose(np.asarray(a), b, atol=2e-6)
 
 
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_programs_of_64_bits_keep_their_dtype_and_sum_in_float32(per_channel):
+    arrays = inputs(per_channel=per_channel, t=16)
+    known = gated_delta_rule(*(jnp.asarray(x, jnp.float32) for x in arrays[:5]))
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x, jnp.float64) for x in arrays[:5]]
+        segments = jnp.ones((B, 16), jnp.int64)
+        run = functools.partial(gated_delta_rule, segments=segments, layout=layout(length=2))
+        out, state = run(*wide)
+        assert out.dtype == jnp.float64 and state.dtype == jnp.float32
+        np.testing.assert_allclose(out, known[0], atol=2e-6)
+
+
 def test_vmap_and_forward_mode_equal_the_calls_one_by_one():
     arrays = [jnp.asarray(x, jnp.float32) for x in inputs(t=20)]
     run = functools.partial(rule(), *arrays[:1])
@@ -378,6 +391,7 @@ def test_the_backward_pass_keeps_states_of_groups_only(enable_xla_optimizations)
         (ValueError, "state has shape", {"state": jnp.ones((B, N, V, K))}),
         (ValueError, "segments has shape", {"segments": jnp.ones((B, 3), int)}),
         (TypeError, "segments is float32, must be integers", {"segments": jnp.ones((B, T))}),
+        (TypeError, "layout is a str", {"layout": "length"}),
         (TypeError, "v is int32", {"v": jnp.ones((B, T, N, V), int)}),
     ],
 )
