@@ -14,7 +14,7 @@ B, T, C, W = 3, 48, 4, 4
 SEGMENTS = np.array(
     [[1] * 48,
      # Padding before, between and after documents; documents shorter than the kernel.
-     [0] * 17 + [1] * 2 + [2] * 9 + [0] * 3 + [3] + [4] * 11 + [0] * 5,
+     [0] * 17 + [1] * 2 + [2] * 9 + [0] * 3 + [4] * 11 + [3] + [0] * 5,
      # The first token is the last one of a device's part of 6 or of 24.
      [0] * 23 + [1] * 5 + [2] * 20],
     np.int32,

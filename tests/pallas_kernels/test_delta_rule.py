@@ -272,12 +272,12 @@ def layout(rows=1, heads=1, length=1, kind=AxisType.Auto, **options):
     return Layout(mesh, ("rows",), "heads", "length", **options)
 
 
-# Parts of 5, 10 and 20 tokens: devices without a token, without the start of a document, with
-# several; padding at both ends of parts.
+# Parts of 10 and 40 tokens: devices without a token before, inside and between documents, without
+# the start of a document, with several; padding at both ends of parts.
 WIDE = 80
 PACKED = np.array(
-    [[0] * 13 + [1] * 3 + [2] * 40 + [0] * 6 + [2] * 2 + [3] * 5 + [0] * 11,
-     [1] * 30 + [2] * 3 + [0] * 2 + [4] * 45],
+    [[0] * 13 + [1] * 3 + [2] * 32 + [0] * 14 + [3] * 7 + [0] * 11,
+     [1] * 30 + [2] * 3 + [0] * 2 + [4] * 10 + [0] * 17 + [4] * 18],
     np.int32,
 )  # fmt: skip
 
