@@ -243,6 +243,21 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         "Qwen3ForCausalLM", {"qk_norm": "head"}, (_ATTENTION_BIAS,), head_dim=128, **_QWEN_LAYERS
     ),
+    "arcee": Family(
+        "ArceeForCausalLM",
+        {"activation": "relu2", "gated_mlp": False},
+        keys=(_ATTENTION_BIAS, _MLP_BIAS),
+        epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        keys=(
+            Key("attention_bias", ("qkv_bias",), True),
+            Key("attention_out_bias", ("out_bias",), False),
+            _MLP_BIAS,
+        ),
+        head_dim=128,
+    ),
     "mixtral": Family(
         "MixtralForCausalLM",
         epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),

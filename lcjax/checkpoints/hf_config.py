@@ -31,6 +31,7 @@ _MAX_LENGTH = "lcjax_max_length"
 _ACTIVATIONS = {  # transformers' names of each activation; the first one is written
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    "relu2": ("relu2",),
 }
 _DUAL_CHUNK = "dual_chunk_attention_config"  # of Qwen2.5-1M; transformers ignores it, vLLM reads it
 _DUAL_CHUNK_TYPES = ("qwen2", "qwen3")  # model types whose vLLM classes read it

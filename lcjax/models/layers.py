@@ -426,6 +426,7 @@ _ACTIVATIONS = {
     "relu": nn.relu,
     "gelu": functools.partial(nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(nn.gelu, approximate=True),
+    "relu2": lambda x: jnp.square(nn.relu(x)),
 }
 
 

@@ -68,7 +68,8 @@ class ModelConfig:
     # Norm of queries and keys before their rotation: of each head (Qwen3, Gemma 3), or of all
     # heads together (OLMo 2)
     qk_norm: Annotated[str, OneOf(("none", "head", "all"))] = "none"
-    activation: Annotated[str, OneOf(("silu", "gelu_tanh"))] = "silu"
+    # relu2: the square of ReLU (So et al. 2021, arXiv 2109.08668; Arcee)
+    activation: Annotated[str, OneOf(("silu", "gelu_tanh", "relu2"))] = "silu"
     # "parallel": attention and MLP read the same normed input (Phi-2)
     block: Annotated[str, OneOf(("sequential", "parallel"))] = "sequential"
     gated_mlp: bool = True

@@ -116,6 +116,22 @@ MODELS = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "arcee": ("arcee", {"head_dim": 20}),
+    "arcee, biases": (
+        "arcee",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "seed_oss": ("seed_oss", {"head_dim": 20}),
+    "seed_oss, other biases": (
+        "seed_oss",
+        {
+            "head_dim": 16,
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": YARN | {"rope_theta": 1e6},
+        },
+    ),
     "mixtral": (
         "mixtral",
         {"head_dim": 20, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7},
@@ -691,8 +707,9 @@ def test_a_stored_head_of_a_tied_config_counts_as_in_transformers(tmp_path, stor
 OTHER_VALUES = {
     **dict.fromkeys(("hidden_act", "hidden_activation"), ("relu",)),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), (1e-3,)),
-    **dict.fromkeys(("mlp_bias", "qk_layernorm"), (True,)),
-    **dict.fromkeys(("attention_bias", "norm_topk_prob", "tie_word_embeddings"), (True, False)),
+    **dict.fromkeys(("attention_bias", "mlp_bias"), (True, False)),
+    **dict.fromkeys(("attention_out_bias", "qk_layernorm"), (True,)),
+    **dict.fromkeys(("norm_topk_prob", "tie_word_embeddings"), (True, False)),
     **dict.fromkeys(("use_bidirectional_attention", "per_layer_config"), (True, {"0": {}})),
     **dict.fromkeys(("num_local_experts", "num_experts", "num_experts_per_tok"), (3,)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), (1.5,)),
@@ -720,6 +737,7 @@ OTHER_VALUES = {
 # Keys without effect on the logits of a text; the last ones are for images.
 NO_EFFECT = {
     *("attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "pretraining_tp"),
+    "residual_dropout",
     *("use_cache", "output_router_logits", "pad_token_id", "bos_token_id", "eos_token_id"),
     *("get_text_config", "text_config", "vision_config", "image_token_id", "mm_tokens_per_image"),
     *("image_token_index", "boi_token_index", "eoi_token_index"),
