@@ -526,7 +526,7 @@ def save_peft(
     """
     if config.lora is None:
         raise InputError(f"{folder}: this model has no adapters; set train.lora, or use save_hf")
-    if hf_names.is_fused(config):
+    if hf_names.fuses_adapters(config):
         raise InputError(
             f"{folder}: transformers stores the projections of this model together, which peft"
             " adapts as one; write the merged model with save_hf"
@@ -581,13 +581,15 @@ def _tensors(params: dict, config: ModelConfig) -> dict[str, np.ndarray]:
     adapters = jax.tree.map(distributed.gather, split(params, is_adapter)[0])
     if "layers" not in adapters:
         adapters = stack_layers(adapters, config)
-    leaves = flatten(adapters)
+    leaves, order = flatten(adapters), hf_names.checkpoint_order(config)
     for entry in hf_names.entries(config):
         module = entry.path.removesuffix("kernel")
         if f"{module}lora_a" not in leaves:
             continue
         pair = leaves[f"{module}lora_a"], leaves[f"{module}lora_b"]
         for name, a, b in zip(entry.names, *pair, strict=True):
+            if order is not None and entry.path.startswith(hf_names.ROTATED):
+                b = b[..., np.argsort(order)]
             module = _PREFIX + name.removesuffix(".weight")
             for part, matrix in (
                 ("lora_A", a.astype(np.float32).reshape(-1, rank).T),

@@ -60,7 +60,11 @@ class Family:
     local_theta: float | None = None
     local_theta_key: str | None = None  # its key in older configs
     own_head_dim: bool = True  # whether the head size may differ from width / number of heads
-    fused: bool = False  # whether projections are stored together (`hf_names.FUSED`)
+    # Whether neighbouring channels rotate as a pair (2i, 2i + 1). The library's pairs are
+    # (i, i + R/2), so rows of queries and keys are reordered when they are read and written. The
+    # config of a checkpoint always states such a family, whose tensors have another order.
+    interleaved: bool = False
+    fused: tuple[str, ...] = ()  # projections that are stored together, from `hf_names.FUSED`
     experts: tuple[Key, ...] = ()  # of a mixture of experts; keys set fields of `Experts`
     fixed_experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of these
     rope_parameters: Mapping[str, Any] | None = None  # if the key is absent
@@ -177,6 +181,7 @@ FAMILIES: dict[str, Family] = {
         },
         epsilon=Key("layer_norm_eps", ("norm_epsilon",), 1e-5),
         rotary_fraction=0.5,
+        own_head_dim=False,
         only={"qk_layernorm": (False,), "tie_word_embeddings": (False,)},
         modules={
             "self_attn.o_proj": "self_attn.dense",
@@ -189,10 +194,11 @@ FAMILIES: dict[str, Family] = {
         "Phi3ForCausalLM",
         epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),
         rotary_fraction=1.0,
+        own_head_dim=False,
         windows="all",
         window=None,
         rope_types=("default", "longrope"),
-        fused=True,
+        fused=("self_attn.qkv_proj", "mlp.gate_up_proj"),
     ),
     "granite": Family(
         "GraniteForCausalLM",
@@ -257,6 +263,15 @@ FAMILIES: dict[str, Family] = {
             _MLP_BIAS,
         ),
         head_dim=128,
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        keys=(Key("use_bias", ("qkv_bias", "out_bias", "mlp_bias"), False),),
+        epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),
+        head_dim=128,
+        tied=True,
+        theta=500_000.0,
+        interleaved=True,
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -386,8 +401,7 @@ def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[s
         del required["rotary_fraction"]
     fields = [f"{k}={getattr(config, k)!r}" for k, v in required.items() if getattr(config, k) != v]
     fields += _expert_differences(config.experts, family)
-    own_head_dim = family.own_head_dim and family.rotary_fraction is None
-    if not own_head_dim and config.head_dim * config.num_heads != config.width:
+    if not family.own_head_dim and config.head_dim * config.num_heads != config.width:
         fields.append(f"head_dim={config.head_dim}")
     wrong = [
         f"{'layers.' if config.layers else ''}pattern={pattern}"

@@ -160,7 +160,8 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
     trained = getattr(config.rope, "original_length", None) or 0
     if config.rope.hf_length is None and trained < length != announced_length(config):
         config = config.replace(extended_length=length)
-    return config if family_of(config).name == kind else config.replace(family=kind)
+    is_unique = family_of(config).name == kind and not family.interleaved
+    return config if is_unique else config.replace(family=kind)
 
 
 def announced_length(config: ModelConfig) -> int:
@@ -433,9 +434,9 @@ def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str,
     }
     for key in (*family.keys, family.epsilon):
         hf[key.name] = key.write(getattr(config, key.fields[0]), config)
-    if family.rotary_fraction is None:
+    if family.own_head_dim or family.rotary_fraction is None:
         hf["head_dim"] = config.head_dim
-    else:
+    if family.rotary_fraction is not None:
         hf["partial_rotary_factor"] = config.rotary_fraction
     for key in family.experts:
         hf[key.name] = key.write(getattr(config.experts, key.fields[0]), config)

@@ -93,7 +93,7 @@ _TYPES = {
         (
             "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window",
             "qk_layernorm", "include_landmark_in_loss", "do_cross_attention", "add_bos_token",
-            "attention_out_bias",
+            "attention_out_bias", "use_bias",
         ),
         _FLAG,
     ),

@@ -77,6 +77,8 @@ FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
+# Leaves whose channels are rotated.
+ROTATED = (f"{_ATTENTION}/query/", f"{_ATTENTION}/key/")
 # Rows that the classes of transformers 5 hold as one array [E, ...] of all experts, under these
 # names in all families: (name, part, number of parts) of the array's second axis.
 # `save_pretrained` writes one tensor for each expert, `torch.save` of a `state_dict` these arrays.
@@ -117,6 +119,8 @@ class Entry:
     tensor_shape: tuple[int, ...]  # shape of the stored tensor
     order: tuple[int, ...]  # axes of the view in the leaf's order
     aliases: tuple[tuple[str, ...], ...]  # for each of `names`, other names of the same tensor
+    # Rotary channels of each head that the stored tensor has in pairs of neighbours; 0: none
+    interleaved: int = 0
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -142,7 +146,30 @@ class Entry:
 
     def to_tensor(self, layer: np.ndarray) -> np.ndarray:
         """Converts one layer of the leaf to the stored tensor."""
-        return layer.transpose(np.argsort(self.order)).reshape(self.tensor_shape)
+        view = layer.transpose(np.argsort(self.order))
+        if self.interleaved:
+            view = view[:, np.argsort(halves(view.shape[1], self.interleaved))]
+        return view.reshape(self.tensor_shape)
+
+
+def halves(head_dim: int, rotary_dim: int) -> np.ndarray:
+    """Returns the order that turns rotary pairs (2i, 2i + 1) of a head into pairs (i, i + R/2).
+
+    Channels after the R = `rotary_dim` rotated ones stay where they are.
+    """
+    rotated = np.arange(rotary_dim).reshape(-1, 2).T.reshape(-1)
+    return np.concatenate([rotated, np.arange(rotary_dim, head_dim)])
+
+
+def checkpoint_order(config: ModelConfig) -> np.ndarray | None:
+    """Returns `halves` of the checkpoint from which a config was read; None: no reordering.
+
+    The family that the config states decides, which stays when patterns and ropes are replaced.
+    """
+    family = FAMILIES.get(config.family)
+    if family is None or not family.interleaved:
+        return None
+    return halves(config.head_dim, config.rotary_dim)
 
 
 def expert_names(name: str, count: int) -> list[str]:
@@ -170,24 +197,38 @@ def parts_of(name: str) -> list[str]:
     return []
 
 
-def is_fused(config: ModelConfig) -> bool:
-    """Returns whether the family of `config` stores fused matrices (`FUSED`)."""
+def fused_modules(config: ModelConfig) -> tuple[str, ...]:
+    """Returns the fused matrices (`FUSED`) that the family of `config` stores."""
     return FAMILIES[family_of(config).name].fused
 
 
-def fused_name(name: str) -> str | None:
-    """Returns the fused tensor that holds a tensor's rows in some classes; None: there is none."""
-    for fused, parts in FUSED.items():
-        for part in parts:
+def fused_name(name: str, modules: Iterable[str]) -> str | None:
+    """Returns the tensor of one of the fused `modules` that holds a tensor's rows; None: none."""
+    for fused in modules:
+        for part in FUSED[fused]:
             if f".{part}." in name:
                 return name.replace(part, fused)
     return None
+
+
+def fuses_adapters(config: ModelConfig) -> bool:
+    """Returns whether a matrix that gets an adapter (`config.lora`) is stored fused with others."""
+    modules, targets = fused_modules(config), config.lora.targets
+    adapted = (e.names[0] for e in entries(config) if e.path.split("/")[-2] in targets)
+    return any(fused_name(name, modules) for name in adapted)
 
 
 def entries(config: ModelConfig) -> tuple[Entry, ...]:
     """Returns the leaves of a decoder's tree in the order in which the model uses them."""
     rows = list(_rows(config))
     table = entries_of(rows, _sizes(config), config.num_layers)
+    if FAMILIES[family_of(config).name].interleaved:
+        table = tuple(
+            dataclasses.replace(entry, interleaved=config.rotary_dim)
+            if entry.path.startswith(ROTATED)
+            else entry
+            for entry in table
+        )
     if config.memory is None:
         return table
     after = max(i for i, entry in enumerate(table) if entry.stacked) + 1

@@ -135,7 +135,7 @@ def save_hf(
         hf |= token_ids(tokenizer)
     weights = WeightStream(
         params, hf_names.entries(config), dtype, lora=config.lora,
-        is_fused=hf_names.is_fused(config), storage=config.weights, kernels=kernels,
+        fused=hf_names.fused_modules(config), storage=config.weights, kernels=kernels,
         progress=progress,
     )  # fmt: skip
     if not distributed.is_main_process():
@@ -188,7 +188,7 @@ class WeightStream:
         dtype: str,
         *,
         lora: LoRA | None,
-        is_fused: bool = False,
+        fused: tuple[str, ...] = (),
         storage: WeightStorage | None = None,
         kernels: KernelReader | None = None,
         progress: Callable[[int], Any] | None = None,
@@ -200,7 +200,7 @@ class WeightStream:
           table: the leaves to write, each under its names and its aliases.
           dtype: dtype of the stored weights.
           lora: settings of the adapters in `params`, which are merged; None: there are none.
-          is_fused: whether some matrices are written together (`hf_names.FUSED`).
+          fused: matrices that are written together, from `hf_names.FUSED`.
           storage: how `params` store kernels; None: as floats.
           kernels: as in `save_hf`.
           progress: as in `save_hf`.
@@ -208,7 +208,7 @@ class WeightStream:
 
         def stored_name(name):
             whole, _ = hf_names.interleaved(name) or (name, 0)
-            return (hf_names.fused_name(whole) if is_fused else None) or whole
+            return hf_names.fused_name(whole, fused) or whole
 
         self._tensors: dict[str, TensorInfo] = {}
         groups: list[tuple[list[str], list[_Row]]] = []

@@ -33,6 +33,7 @@ from lcjax.checkpoints.weights import (
     DTYPES,
     WeightSource,
     as_stored,
+    in_halves,
     layers_of,
     read_kernel,
     read_params,
@@ -139,6 +140,7 @@ def load(
     if weights is not None:
         config = config.replace(weights=weights)
     check_vocabulary(tokenizer, config.vocab_size, str(path))
+    source = in_halves(source, config)
     params = read_params(source, config, mesh=mesh, host=host, progress=progress)
     return params, config, tokenizer
 
@@ -166,7 +168,7 @@ def kernel_reader(
         source, config, _ = _open_adapters(path, base, None, False)
     else:
         source, config, _ = _open(path, False)
-    source = resolve_names(source, entries(config))
+    source = resolve_names(in_halves(source, config), entries(config))
     param_dtype = param_dtype or config.param_dtype
 
     def read(entry: Entry, layer: int | None) -> jax.Array:

@@ -34,6 +34,7 @@ DTYPES = {
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NUMBERED = re.compile(r"-\d+-of-(\d+)$")
+_ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)")
 _ROWS = 4_096  # rows of two tensors that are compared at a time
 # The bits of infinity without its sign, shifted left by one; those of NaN are larger.
 _INFINITY = {"float32": 0xFF00_0000, "float16": 0xF800, "bfloat16": 0xFF00}
@@ -151,6 +152,37 @@ class RenamedSource:
                 parts.append(piece.read(self._source, first, last))
             offset += size
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class HalvesSource:
+    """A source of a family with `interleaved` rotations, in the library's order of channels.
+
+    Queries and keys have other rows than those of the source, whole heads at a time.
+    """
+
+    def __init__(self, source: WeightSource, order: np.ndarray):
+        self.path, self.tensors = source.path, source.tensors
+        self._source, self._order = source, order
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        if not _ROTATED.fullmatch(name):
+            return self._source.rows(name, start, stop)
+        size = len(self._order)
+        first, last = start // size * size, -(-stop // size) * size
+        block = self._source.rows(name, first, last)
+        block = block.reshape(-1, size, *block.shape[1:])[:, self._order]
+        return block.reshape(last - first, *block.shape[2:])[start - first : stop - first]
+
+
+def in_halves(source: WeightSource, config: ModelConfig) -> WeightSource:
+    """Returns the tensors of a checkpoint with the rotary pairs of the library.
+
+    Args:
+      source: the tensors, with adapters merged in.
+      config: the config that the checkpoint states; patterns and ropes may be others.
+    """
+    order = hf_names.checkpoint_order(config)
+    return source if order is None else HalvesSource(source, order)
 
 
 # Multimodal models: the prefixes of the text part, and the modules that only images use.

@@ -14,7 +14,7 @@ from lcjax.checkpoints import save_hf
 from lcjax.checkpoints.adapters import save_peft
 from lcjax.checkpoints.build import build, check_source
 from lcjax.checkpoints.hf_config import trained_for
-from lcjax.checkpoints.hf_names import is_fused
+from lcjax.checkpoints.hf_names import fuses_adapters
 from lcjax.checkpoints.hf_save import HF_FOLDER, check_exportable
 from lcjax.checkpoints.landmark_token import with_landmark
 from lcjax.checkpoints.load import kernel_reader
@@ -183,7 +183,7 @@ class LanguageModelTask(Task):
         is_base = section.memory is None and section.encoder_layers is None
         model = trained_for(self.model, self.config.data.length)
         is_adapted = is_base and all(map(lora_lib.is_adapter, flatten(trained)))
-        if is_adapted and not is_fused(self.model):
+        if is_adapted and not fuses_adapters(self.model):
             base = section.path or str(section.preset)
             save_peft(folder / folder_lib.ADAPTER, trained, model, base=base, **options)
         params = union(trained, frozen)

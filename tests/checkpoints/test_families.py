@@ -132,6 +132,16 @@ MODELS = {
             "rope_parameters": YARN | {"rope_theta": 1e6},
         },
     ),
+    "ernie4_5": ("ernie4_5", {"head_dim": 20}),
+    "ernie4_5, biases": (
+        "ernie4_5",
+        {
+            "head_dim": 16,
+            "use_bias": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": YARN | {"rope_theta": 1e6},
+        },
+    ),
     "mixtral": (
         "mixtral",
         {"head_dim": 20, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7},
@@ -707,7 +717,7 @@ def test_a_stored_head_of_a_tied_config_counts_as_in_transformers(tmp_path, stor
 OTHER_VALUES = {
     **dict.fromkeys(("hidden_act", "hidden_activation"), ("relu",)),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), (1e-3,)),
-    **dict.fromkeys(("attention_bias", "mlp_bias"), (True, False)),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias"), (True, False)),
     **dict.fromkeys(("attention_out_bias", "qk_layernorm"), (True,)),
     **dict.fromkeys(("norm_topk_prob", "tie_word_embeddings"), (True, False)),
     **dict.fromkeys(("use_bidirectional_attention", "per_layer_config"), (True, {"0": {}})),
