@@ -143,6 +143,14 @@ def _expert_keys(count: str, default: int, top_k: int, balance: float) -> tuple[
     )
 
 
+_GLM = {
+    "keys": (Key("attention_bias", ("qkv_bias",), True),),
+    "epsilon": Key("rms_norm_eps", ("norm_epsilon",), 1.5625e-7),
+    "head_dim": 128,
+    "rotary_fraction": 0.5,
+    "interleaved": True,
+    "fused": ("mlp.gate_up_proj",),
+}
 _NORMALIZE = Key("norm_topk_prob", ("normalize",), False)
 
 # Configs without a family are written as the first entry that computes the same model.
@@ -272,6 +280,16 @@ FAMILIES: dict[str, Family] = {
         tied=True,
         theta=500_000.0,
         interleaved=True,
+    ),
+    "glm": Family("GlmForCausalLM", **_GLM),
+    "glm4": Family(
+        *("Glm4ForCausalLM", {"norm_place": "both"}),
+        **_GLM,
+        modules={
+            "post_attention_layernorm": "post_self_attn_layernorm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "post_mlp_layernorm",
+        },
     ),
     "mixtral": Family(
         "MixtralForCausalLM",

@@ -120,8 +120,8 @@ class NF4Weights(WeightStorage):
     interleaving. Its `absmax` is in the order of its weights [outputs, inputs], as are the groups
     of 256 here. Groups of a matrix that its checkpoint fuses with others (q, k and v of Phi-3) are
     those of the matrix alone, and groups of queries and keys whose checkpoint rotates neighbouring
-    channels are those of the library's order. The mean of the scales is summed in integers, so that it is the same
-    on every mesh; it may differ from bitsandbytes' sum in float32 in the last bits.
+    channels are those of the library's order. The mean of the scales is summed in integers, so that
+    it is the same on every mesh; it may differ from bitsandbytes' sum in float32 in the last bits.
     """
 
     # Neighbouring inputs of a projection that share a scale; bitsandbytes: blocksize

@@ -142,6 +142,17 @@ MODELS = {
             "rope_parameters": YARN | {"rope_theta": 1e6},
         },
     ),
+    "glm": ("glm", {"head_dim": 20, "partial_rotary_factor": 0.3}),
+    "glm, yarn without biases": (
+        "glm",
+        {
+            "head_dim": 16,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN | {"rope_theta": 1e6, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 20}),
     "mixtral": (
         "mixtral",
         {"head_dim": 20, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7},
@@ -232,8 +243,9 @@ def test_every_family_is_tested():
     assert {kind for kind, _ in MODELS.values()} == set(FAMILIES)
 
 
-# One with plain names of tensors, one with fused ones; models/test_transformers.py has more, quick.
-@pytest.mark.slow_except("qwen3", "phi3")
+# With plain names of tensors, with fused ones, and with another order of rows;
+# models/test_transformers.py has more, quick.
+@pytest.mark.slow_except("qwen3", "phi3", "glm4")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_gives_the_logits_and_texts_of_transformers_and_is_exported_as_it_was(
     tmp_path, name
@@ -553,10 +565,31 @@ def test_phi3_keeps_its_class_as_long_as_that_takes_the_position_method(tmp_path
         save_hf(tmp_path / "longer", params, longer, ByteTokenizer())
     )
     assert_same(load(tmp_path / "longer")[0], params)
-    with pytest.raises(InputError, match=r"transformers has no phi3 model .*YaRN|ropes Yarn"):
-        config_to_hf(longer.replace(rotary_fraction=0.5))
+    with pytest.raises(InputError, match=r"transformers has no .* with model.rotary_fraction=0.5"):
+        config_to_hf(longer.replace(rotary_fraction=0.5, mlp_bias=True))
     with pytest.raises(InputError, match="stores the projections of this model together"):
         save_peft(tmp_path / "adapter", params, config.replace(lora=LoRA(rank=2)), base=None)
+
+
+def test_a_phi3_that_its_class_does_not_compute_is_written_as_a_glm(tmp_path):
+    """GLM rotates a part of each head under any position method, in another order of channels."""
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "hf").mkdir()
+    saved("phi3, all channels", tmp_path / "hf")
+    params, config, _ = load(tmp_path / "hf")
+    rope = Yarn(theta=1e4, factor=4.0, original_length=128)
+    config = config.replace(rope=rope, rotary_fraction=0.5)
+    save_hf(tmp_path / "out", params, config, ByteTokenizer())
+    again, other, tokenizer = load(tmp_path / "out")
+    assert_same(again, params)
+    assert other == config.replace(family="glm")
+    tokens = np.random.default_rng(1).integers(0, 256, (2, 40))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens)).logits.numpy()
+    actual = LanguageModel(Decoder(config), params, tokenizer).logits(tokens)
+    np.testing.assert_allclose(actual, expected, atol=1e-4 * np.abs(expected).max())
 
 
 def stored_names(folder):

@@ -53,7 +53,8 @@ def model(family, method):
     config = config_from_hf(SIZES | two | {"model_type": family})
     position, pattern = METHODS[method]
     if position is not None:
-        sizes = {"rotary_fraction": 1.0} if family in ("phi", "phi3") else {}
+        is_partial = FAMILIES[family].rotary_fraction is not None
+        sizes = {"rotary_fraction": 1.0} if is_partial else {}
         config = config.replace(
             rope=position.resolve(theta=10_000.0, length=config.max_length),
             pattern=pattern,

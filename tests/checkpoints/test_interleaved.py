@@ -12,13 +12,17 @@ from lcjax.checkpoints import ByteTokenizer, load, load_config, save_hf
 from lcjax.checkpoints.adapters import save_peft
 from lcjax.checkpoints.hf_names import halves
 from lcjax.checkpoints.load import kernel_reader
+from lcjax.errors import InputError
 from lcjax.models import lora
 from lcjax.models.lora import LoRA
 from lcjax.models.weight_storage import Int8Weights, quantise_params
 from lcjax.parallel.sharding import Mesh, make_mesh
 
 # Fields of `tiny_config` beside the family.
-FAMILIES = {"ernie4_5": {"qkv_bias": True, "out_bias": True, "mlp_bias": True}}
+FAMILIES = {
+    "ernie4_5": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    "glm4": {"qkv_bias": True, "norm_place": "both", "rotary_fraction": 0.5},
+}
 EVERY = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -94,6 +98,13 @@ def test_adapters_of_lcjax_are_written_in_the_order_of_their_base(tmp_path, fami
     written = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in merged(tensors, pairs, 1.5).items():
         np.testing.assert_allclose(written[name], tensor, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_adapters_of_a_fused_mlp_are_refused(tmp_path):
+    tree, config, _ = base(tmp_path / "base", "glm4")
+    trained = config.replace(lora=LoRA(rank=2, targets=("query", "up")))
+    with pytest.raises(InputError, match="stores the projections of this model together"):
+        save_peft(tmp_path / "lora", tree, trained, base=str(tmp_path / "base"))
 
 
 @EVERY
