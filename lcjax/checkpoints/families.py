@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from lcjax.attention import Causal, Sliding
+from lcjax.errors import InputError
 from lcjax.models.experts import Experts
 from lcjax.models.model_config import ModelConfig
 from lcjax.rope import NoRotation
@@ -54,7 +55,9 @@ class Family:
     window: int | None = 4_096  # if `sliding_window` is absent
     window_switch: bool = False  # whether `use_sliding_window` must be true
     default_types: Callable[[dict[str, Any]], list[str]] | None = None
-    unrotated_layers: bool = False  # `no_rope_layers`
+    # Layers without a rotation: "none"; "listed" by `no_rope_layers`; "full", those without a
+    # window; "full beside windows", these unless `sliding_window` is null.
+    unrotated_layers: str = "none"
     rope_types: tuple[str, ...] | None = None  # supported by its class; None: all
     # RoPE base of layers with a window, if no key states it; None: they share the model's rope.
     local_theta: float | None = None
@@ -84,6 +87,21 @@ def _every(period: int) -> Callable[[dict[str, Any]], list[str]]:
     return lambda hf: [
         SLIDING if (i + 1) % period else FULL for i in range(hf["num_hidden_layers"])
     ]
+
+
+def _stated_period(period: int) -> Callable[[dict[str, Any]], list[str]]:
+    """Returns a function like `_every`, for the period in `config.json`; `period` if none is."""
+
+    def types(hf: dict[str, Any]) -> list[str]:
+        stated = hf.get("sliding_window_pattern", period)
+        if isinstance(stated, str):  # EXAONE 4 has letters, beside layer_types
+            raise InputError(
+                f"sliding_window_pattern={stated!r:.60} is not supported without layer_types, as in"
+                " transformers; add the type of each layer as layer_types"
+            )
+        return _every(stated)(hf)
+
+    return types
 
 
 def _from_layer(hf: dict[str, Any]) -> list[str]:
@@ -151,6 +169,13 @@ _GLM = {
     "interleaved": True,
     "fused": ("mlp.gate_up_proj",),
 }
+_COHERE = {
+    "fixed": {"norm": "layer", "norm_bias": False, "block": "parallel"},
+    "keys": (Key("logit_scale", ("logit_scale",), 0.0625), _ATTENTION_BIAS),
+    "epsilon": Key("layer_norm_eps", ("norm_epsilon",), 1e-5),
+    "tied": True,
+    "interleaved": True,
+}
 _NORMALIZE = Key("norm_topk_prob", ("normalize",), False)
 
 # Configs without a family are written as the first entry that computes the same model.
@@ -172,7 +197,7 @@ FAMILIES: dict[str, Family] = {
         window=None,
         window_switch=True,
         default_types=lambda hf: [SLIDING if none else FULL for none in unrotated(hf)],
-        unrotated_layers=True,
+        unrotated_layers="listed",
     ),
     "phi": Family(
         "PhiForCausalLM",
@@ -249,7 +274,7 @@ FAMILIES: dict[str, Family] = {
         tied=True,
         theta=1_000_000.0,
         windows="types",
-        default_types=lambda hf: _every(hf.get("sliding_window_pattern", 6))(hf),
+        default_types=_stated_period(6),
         local_theta=10_000.0,
         local_theta_key="rope_local_base_freq",
         only={"use_bidirectional_attention": (False,), "attn_logit_softcapping": (None,)},
@@ -290,6 +315,16 @@ FAMILIES: dict[str, Family] = {
             "pre_feedforward_layernorm": "post_attention_layernorm",
             "post_feedforward_layernorm": "post_mlp_layernorm",
         },
+    ),
+    "cohere": Family(
+        "CohereForCausalLM", **_COHERE, theta=500_000.0, only={"use_qk_norm": (False,)}
+    ),
+    "cohere2": Family(
+        "Cohere2ForCausalLM",
+        **_COHERE,
+        windows="types",
+        default_types=_stated_period(4),
+        unrotated_layers="full",
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -356,7 +391,8 @@ _NEUTRAL = {
     for field in dataclasses.fields(ModelConfig)
     if field.name
     in (
-        *("norm", "norm_place", "norm_plus_one", "qk_norm", "activation", "block", "gated_mlp"),
+        *("norm", "norm_bias", "norm_place", "norm_plus_one", "qk_norm", "activation", "block"),
+        "gated_mlp",
         *("qkv_bias", "out_bias", "mlp_bias", "head_bias", "rotary_fraction", "embedding_scale"),
         *("residual_scale", "attention_scale", "attention_soft_cap", "logit_scale"),
         *("logit_soft_cap", "position", "attention_sinks"),
@@ -444,6 +480,24 @@ def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[s
     if family.rope_types is not None:
         form = config.rope.to_hf(config.rotary_dim)["rope_parameters"]
         other_ropes |= form["rope_type"] not in family.rope_types
-    if other_ropes or (ropes != rotating and not family.unrotated_layers):
+    if other_ropes or not _rotates(config, family, sizes):
         wrong.append(f"layers of ropes {', '.join(sorted(map(repr, ropes)))}")
     return fields, wrong
+
+
+def _rotates(config: ModelConfig, family: Family, sizes: list[int | None]) -> bool:
+    """Returns whether a family of models can rotate those layers of `config` that rotate.
+
+    Args:
+      config: the model.
+      family: the family.
+      sizes: the window of each layer.
+    """
+    rotated = [not isinstance(config.layer(i).rope, NoRotation) for i in range(config.num_layers)]
+    has_window = [size is not None for size in sizes]
+    return {
+        "none": all(rotated),
+        "listed": True,
+        "full": rotated == has_window,
+        "full beside windows": rotated == has_window or (all(rotated) and not any(has_window)),
+    }[family.unrotated_layers]

@@ -234,12 +234,17 @@ def _layer_fields(hf: dict[str, Any], family: Family, where: str) -> dict[str, A
     window = hf.get("sliding_window", family.window)
     if family.windows == "none" or (family.window_switch and not hf.get("use_sliding_window")):
         window = None
-    no_rotation = unrotated(hf) if family.unrotated_layers else [False] * count
     types = hf.get("layer_types") if family.windows == "types" else None
     if not types:
         types = family.default_types(hf) if family.default_types else [SLIDING] * count
     if len(set(types)) == 1:
         types = types[:1] * count
+    no_rotation = {
+        "none": [False] * count,
+        "listed": unrotated(hf),
+        "full": [window is None or name == FULL for name in types],
+        "full beside windows": [window is not None and name == FULL for name in types],
+    }[family.unrotated_layers]
     if len(types) != count or len(no_rotation) != count or not set(types) <= {FULL, SLIDING}:
         raise InputError(
             f"{where}: layer_types={types!r:.60} and no_rope_layers must have an entry for each of"
@@ -493,7 +498,10 @@ def _layers_to_hf(config: ModelConfig, family: Family, kind: str) -> dict[str, A
         # transformers 4 reads the number of the first layer with a window; all after it have one.
         first = sizes.index(window) if window is not None else config.num_layers
         fields["max_window_layers"] = first if None not in sizes[first:] else config.num_layers
-    if family.unrotated_layers:
-        layers = map(config.layer, range(config.num_layers))
-        fields["no_rope_layers"] = [int(not isinstance(x.rope, NoRotation)) for x in layers]
+    layers = map(config.layer, range(config.num_layers))
+    rotated = [not isinstance(layer.rope, NoRotation) for layer in layers]
+    if family.unrotated_layers == "listed":
+        fields["no_rope_layers"] = list(map(int, rotated))
+    elif family.unrotated_layers != "none" and window is None and not all(rotated):
+        fields["sliding_window"] = family.window  # null would rotate these layers, or is refused
     return fields

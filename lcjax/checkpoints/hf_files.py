@@ -61,6 +61,10 @@ _POSITIVE = _Type("a number above 0", lambda value: is_finite_number(value) and 
 _LENGTH = _Type("a number of at least 1", lambda value: is_finite_number(value) and value >= 1)
 _FLAG = _Type("true or false", lambda value: isinstance(value, bool))
 _FLAGS = _Type("a list of 0 and 1", lambda v: isinstance(v, list) and all(x in (0, 1) for x in v))
+_PERIOD = _Type(
+    "a whole number of at least 1, or letters L and G",
+    lambda v: set(v) in ({"L"}, {"G"}, {"L", "G"}) if isinstance(v, str) else _is_whole(v, 1),
+)
 _TEXT = _Type("text", lambda value: isinstance(value, str))
 _SECTION = _Type("an object", lambda value: isinstance(value, dict))
 _NAMES = _Type(
@@ -93,7 +97,7 @@ _TYPES = {
         (
             "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window",
             "qk_layernorm", "include_landmark_in_loss", "do_cross_attention", "add_bos_token",
-            "attention_out_bias", "use_bias",
+            "attention_out_bias", "use_bias", "use_qk_norm",
         ),
         _FLAG,
     ),
@@ -119,7 +123,6 @@ FAMILY_TYPES = {
     **dict.fromkeys(
         (
             "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
-            "sliding_window_pattern",
         ),
         _COUNT,
     ),
@@ -127,12 +130,13 @@ FAMILY_TYPES = {
         (
             "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping",
             "embedding_multiplier", "residual_multiplier", "attention_multiplier",
-            "logits_scaling", "rope_local_base_freq",
+            "logits_scaling", "rope_local_base_freq", "logit_scale",
         ),
         _POSITIVE,
     ),
     "router_aux_loss_coef": _NUMBER,
     "norm_topk_prob": _FLAG,
+    "sliding_window_pattern": _PERIOD,
 }  # fmt: skip
 # Null switches these off; if they are absent, some families have them.
 _NULLS = ("sliding_window", "final_logit_softcapping", "attn_logit_softcapping")

@@ -32,7 +32,7 @@ _ATTENTION, _MLP, _EXPERTS = "layers/attention", "layers/mlp", "layers/mlp/exper
 _DECODER = (
     ("model.embed_tokens.weight", "V,D", "embed/embedding", "VD", ""),
     ("input_layernorm.weight", "D", f"{_ATTENTION}_norm/scale", "D", "before"),
-    ("input_layernorm.bias", "D", f"{_ATTENTION}_norm/bias", "D", "parallel"),
+    ("input_layernorm.bias", "D", f"{_ATTENTION}_norm/bias", "D", "norm_biases"),
     ("self_attn.q_proj.weight", "NH,D", f"{_ATTENTION}/query/kernel", "DNH", ""),
     ("self_attn.k_proj.weight", "KH,D", f"{_ATTENTION}/key/kernel", "DKH", ""),
     ("self_attn.v_proj.weight", "KH,D", f"{_ATTENTION}/value/kernel", "DKH", ""),
@@ -68,7 +68,7 @@ _DECODER = (
     ("mlp.experts.down_proj", "E,F,D", f"{_EXPERTS}/down/kernel", "EFD", "expert_bias"),
     ("mlp.experts.down_proj_bias", "E,D", f"{_EXPERTS}/down/bias", "ED", "expert_bias"),
     ("model.norm.weight", "D", "final_norm/scale", "D", ""),
-    ("model.norm.bias", "D", "final_norm/bias", "D", "parallel"),
+    ("model.norm.bias", "D", "final_norm/bias", "D", "norm_biases"),
     ("lm_head.weight", "V,D", "head/kernel", "DV", "untied"),
     ("lm_head.bias", "V", "head/bias", "V", "head_bias"),
 )
@@ -291,7 +291,7 @@ def _rows(config: ModelConfig) -> Iterator[TensorRow]:
     parallel, place = config.block == "parallel", config.norm_place
     flags = {
         "": True,
-        "parallel": parallel,
+        "norm_biases": config.norm == "layer" and config.norm_bias,
         "before": place != "after",
         "after": place != "before",
         "only before": place == "before" and not parallel,

@@ -101,7 +101,7 @@ class SequentialBlock(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """x + attention(norm(x)) + mlp(norm(x)) with one norm: Phi-2."""
+    """x + attention(norm(x)) + mlp(norm(x)) with one norm: Phi-2, Cohere."""
 
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None

@@ -241,7 +241,7 @@ def _project(
 
 
 class Norm(nn.Module):
-    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm with bias, over the last axes, in float32."""
+    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm, over the last axes, in float32."""
 
     config: ModelConfig
     axes: tuple[int, ...] | None = None  # sizes of the normalised axes; None: the width
@@ -262,7 +262,7 @@ class Norm(nn.Module):
             y = y * (1 + self.param("scale", nn.initializers.zeros, shape, dtype).astype(y.dtype))
         else:
             y = y * self.param("scale", nn.initializers.ones, shape, dtype)
-        if config.norm == "layer":
+        if config.norm == "layer" and config.norm_bias:
             y = y + self.param("bias", nn.initializers.zeros, shape, dtype)
         return y.astype(config.compute_dtype()).reshape(x.shape)
 

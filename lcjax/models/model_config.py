@@ -61,6 +61,7 @@ class ModelConfig:
     head_dim: int
     max_length: int  # tokens the checkpoint was trained to read
     norm: Annotated[str, OneOf(("rms", "layer"))] = "rms"
+    norm_bias: bool = True  # whether LayerNorm adds biases (Cohere does not)
     norm_epsilon: float = 1e-5
     # Of attention and MLP; "after": OLMo 2; "both": Gemma 2 and 3
     norm_place: Annotated[str, OneOf(("before", "after", "both"))] = "before"
@@ -70,7 +71,7 @@ class ModelConfig:
     qk_norm: Annotated[str, OneOf(("none", "head", "all"))] = "none"
     # relu2: the square of ReLU (So et al. 2021, arXiv 2109.08668; Arcee)
     activation: Annotated[str, OneOf(("silu", "gelu_tanh", "relu2"))] = "silu"
-    # "parallel": attention and MLP read the same normed input (Phi-2)
+    # "parallel": attention and MLP read the same normed input (Phi-2, Cohere)
     block: Annotated[str, OneOf(("sequential", "parallel"))] = "sequential"
     gated_mlp: bool = True
     experts: Experts | None = None  # mixtures of experts, in place of all MLPs (Mixtral)

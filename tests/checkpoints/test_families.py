@@ -153,6 +153,27 @@ MODELS = {
         },
     ),
     "glm4": ("glm4", {"head_dim": 20}),
+    "cohere": ("cohere", {"head_dim": 20}),
+    "cohere, biases": (
+        "cohere",
+        {
+            "attention_bias": True,
+            "logit_scale": 0.7,
+            "tie_word_embeddings": False,
+            "rope_parameters": YARN | {"rope_theta": 1e6},
+        },
+    ),
+    "cohere2": ("cohere2", {"num_hidden_layers": 4, "sliding_window": 7, "head_dim": 20}),
+    "cohere2, other layers": (
+        "cohere2",
+        {
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+            "logit_scale": 3.0,
+        },
+    ),
+    "cohere2, no rotation": ("cohere2", {"layer_types": ["full_attention"] * 3}),
     "mixtral": (
         "mixtral",
         {"head_dim": 20, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7},
@@ -751,7 +772,8 @@ OTHER_VALUES = {
     **dict.fromkeys(("hidden_act", "hidden_activation"), ("relu",)),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), (1e-3,)),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias"), (True, False)),
-    **dict.fromkeys(("attention_out_bias", "qk_layernorm"), (True,)),
+    **dict.fromkeys(("attention_out_bias", "qk_layernorm", "use_qk_norm"), (True,)),
+    "logit_scale": (3.0,),
     **dict.fromkeys(("norm_topk_prob", "tie_word_embeddings"), (True, False)),
     **dict.fromkeys(("use_bidirectional_attention", "per_layer_config"), (True, {"0": {}})),
     **dict.fromkeys(("num_local_experts", "num_experts", "num_experts_per_tok"), (3,)),

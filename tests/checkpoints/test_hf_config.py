@@ -275,7 +275,7 @@ def test_what_cannot_be_computed_is_refused_in_one_line(hf, words):
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("llama", {"rotary_fraction": 0.5, "head_dim": 20}, "rotary_fraction=0.5|head_dim=20"),
+        ("llama_biases", {"rotary_fraction": 0.5, "head_dim": 20}, "rotary_fraction=0.5"),
         ("llama", {"norm": "layer"}, "norm='layer'"),
         ("phi", {"head_bias": False}, "head_bias=False"),
         ("phi", {"pattern": Sliding(4)}, "pattern=Sliding"),
@@ -284,6 +284,13 @@ def test_what_cannot_be_computed_is_refused_in_one_line(hf, words):
 def test_what_transformers_cannot_compute_is_not_exported(family, changes, words):
     with pytest.raises(InputError, match=words):
         config_to_hf(tiny_config(family, **changes))
+
+
+def test_a_llama_that_rotates_a_part_of_each_head_is_written_as_a_glm():
+    config = tiny_config(rotary_fraction=0.5, head_dim=20)
+    hf = config_to_hf(config)
+    assert hf["model_type"] == "glm" and (hf["head_dim"], hf["partial_rotary_factor"]) == (20, 0.5)
+    assert config_from_hf(hf) == config.replace(family="glm")
 
 
 QWEN_1M = {
@@ -399,7 +406,7 @@ def test_null_switches_windows_and_caps_off():
     [
         *((GEMMA2, {"query_pre_attn_scalar": value}) for value in (0, "256", True)),
         (GEMMA2, {"final_logit_softcapping": "30"}),
-        (GEMMA3, {"sliding_window_pattern": "6"}),
+        *((GEMMA3, {"sliding_window_pattern": value}) for value in ("6", "", 0)),
         *((GRANITE, {"logits_scaling": value}) for value in (0, "8", float("inf"))),
         (GRANITE, {"embedding_multiplier": "8"}),
         (MIXTRAL, {"router_aux_loss_coef": "0.1"}),

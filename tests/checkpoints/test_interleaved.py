@@ -21,6 +21,14 @@ from lcjax.parallel.sharding import Mesh, make_mesh
 # Fields of `tiny_config` beside the family.
 FAMILIES = {
     "ernie4_5": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    "cohere": {
+        "norm": "layer",
+        "norm_bias": False,
+        "block": "parallel",
+        "qkv_bias": True,
+        "out_bias": True,
+        "logit_scale": 0.0625,
+    },
     "glm4": {"qkv_bias": True, "norm_place": "both", "rotary_fraction": 0.5},
 }
 EVERY = pytest.mark.parametrize("family", FAMILIES)
