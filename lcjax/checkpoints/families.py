@@ -94,7 +94,7 @@ def _stated_period(period: int) -> Callable[[dict[str, Any]], list[str]]:
 
     def types(hf: dict[str, Any]) -> list[str]:
         stated = hf.get("sliding_window_pattern", period)
-        if isinstance(stated, str):  # EXAONE 4 has letters, beside layer_types
+        if isinstance(stated, str) or stated == 0:  # EXAONE 4 has both, beside layer_types
             raise InputError(
                 f"sliding_window_pattern={stated!r:.60} is not supported without layer_types, as in"
                 " transformers; add the type of each layer as layer_types"
@@ -325,6 +325,13 @@ FAMILIES: dict[str, Family] = {
         windows="types",
         default_types=_stated_period(4),
         unrotated_layers="full",
+    ),
+    "exaone4": Family(
+        *("Exaone4ForCausalLM", {"norm_place": "after", "qk_norm": "head"}),
+        epsilon=_OLMO_EPSILON,
+        windows="types",
+        default_types=_stated_period(4),
+        unrotated_layers="full beside windows",
     ),
     "mixtral": Family(
         "MixtralForCausalLM",

@@ -62,8 +62,8 @@ _LENGTH = _Type("a number of at least 1", lambda value: is_finite_number(value) 
 _FLAG = _Type("true or false", lambda value: isinstance(value, bool))
 _FLAGS = _Type("a list of 0 and 1", lambda v: isinstance(v, list) and all(x in (0, 1) for x in v))
 _PERIOD = _Type(
-    "a whole number of at least 1, or letters L and G",
-    lambda v: set(v) in ({"L"}, {"G"}, {"L", "G"}) if isinstance(v, str) else _is_whole(v, 1),
+    "a whole number of at least 0, or letters L and G",
+    lambda v: set(v) in ({"L"}, {"G"}, {"L", "G"}) if isinstance(v, str) else _is_whole(v, 0),
 )
 _TEXT = _Type("text", lambda value: isinstance(value, str))
 _SECTION = _Type("an object", lambda value: isinstance(value, dict))

@@ -174,6 +174,25 @@ MODELS = {
         },
     ),
     "cohere2, no rotation": ("cohere2", {"layer_types": ["full_attention"] * 3}),
+    "exaone4": ("exaone4", {"num_hidden_layers": 4, "head_dim": 20, "sliding_window": 7}),
+    "exaone4, other layers": (
+        "exaone4",
+        {
+            "sliding_window": 7,
+            "sliding_window_pattern": "LG",
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "exaone4, no window": (
+        "exaone4",
+        {
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 3,
+            "rope_parameters": YARN | {"rope_theta": 1e6},
+        },
+    ),
+    "exaone4, no rotation": ("exaone4", {"layer_types": ["full_attention"] * 3}),
     "mixtral": (
         "mixtral",
         {"head_dim": 20, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7},
@@ -774,6 +793,7 @@ OTHER_VALUES = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias"), (True, False)),
     **dict.fromkeys(("attention_out_bias", "qk_layernorm", "use_qk_norm"), (True,)),
     "logit_scale": (3.0,),
+    "sliding_window_pattern": (2,),
     **dict.fromkeys(("norm_topk_prob", "tie_word_embeddings"), (True, False)),
     **dict.fromkeys(("use_bidirectional_attention", "per_layer_config"), (True, {"0": {}})),
     **dict.fromkeys(("num_local_experts", "num_experts", "num_experts_per_tok"), (3,)),

@@ -392,6 +392,17 @@ def test_null_is_read_as_absent_for_the_keys_of_one_family(hf, keys):
     assert config_from_hf(hf | dict.fromkeys(keys)) == config_from_hf(hf)
 
 
+@pytest.mark.parametrize("kind", ["exaone4", "cohere2", "gemma3_text"])
+def test_a_period_in_letters_needs_the_type_of_each_layer(kind):
+    types = ["sliding_attention", "full_attention"] * 16
+    hf = LLAMA2 | {"model_type": kind, "sliding_window_pattern": "LLLG"}
+    stated = config_from_hf(hf | {"layer_types": types})
+    assert stated == config_from_hf(hf | {"layer_types": types, "sliding_window_pattern": 2})
+    for value in ("LLLG", 0):
+        with pytest.raises(InputError, match=f"pattern={value!r} .* add .* layer_types"):
+            config_from_hf(hf | {"sliding_window_pattern": value})
+
+
 def test_null_switches_windows_and_caps_off():
     absent, off = (
         config_from_hf(GEMMA2),
@@ -406,7 +417,7 @@ def test_null_switches_windows_and_caps_off():
     [
         *((GEMMA2, {"query_pre_attn_scalar": value}) for value in (0, "256", True)),
         (GEMMA2, {"final_logit_softcapping": "30"}),
-        *((GEMMA3, {"sliding_window_pattern": value}) for value in ("6", "", 0)),
+        *((GEMMA3, {"sliding_window_pattern": value}) for value in ("6", "", -1)),
         *((GRANITE, {"logits_scaling": value}) for value in (0, "8", float("inf"))),
         (GRANITE, {"embedding_multiplier": "8"}),
         (MIXTRAL, {"router_aux_loss_coef": "0.1"}),
