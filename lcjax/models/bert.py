@@ -63,6 +63,7 @@ class BertConfig:
 
     # Fields that `lcjax.models.layers` reads; the same for every BERT.
     norm: ClassVar[str] = "layer"
+    norm_bias: ClassVar[bool] = True
     norm_plus_one: ClassVar[bool] = False
     qk_norm: ClassVar[str] = "none"
     attention_scale: ClassVar[float | None] = None
