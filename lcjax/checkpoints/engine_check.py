@@ -222,7 +222,8 @@ def _of_config(
 def _section(engine: Facts, model: _Model, layers: str = FULL) -> dict[str, Any]:
     """Returns the rope that the engine reads for layers of a type; older configs have one rope."""
     hf, family = model.hf, FAMILIES[model.hf["model_type"]]
-    rope = dict(next((hf[key] for key in engine["keys"] if hf.get(key)), {}))
+    stated = (hf[key] for key in engine["keys"] if hf.get(key))
+    rope = dict(next(stated, family.default_rope or {}))
     if FULL in rope or SLIDING in rope:
         rope = dict(rope.get(layers) or {})
     elif layers == SLIDING:

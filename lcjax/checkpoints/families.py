@@ -59,6 +59,9 @@ class Family:
     # window; "full beside windows", these unless `sliding_window` is null.
     unrotated_layers: str = "none"
     rope_types: tuple[str, ...] | None = None  # supported by its class; None: all
+    # `rope_parameters` of a config without any; None: plain rope
+    default_rope: Mapping[str, Any] | None = None
+    query_scale: bool = False  # `llama_4_scaling_beta` of `rope_parameters`
     # RoPE base of layers with a window, if no key states it; None: they share the model's rope.
     local_theta: float | None = None
     local_theta_key: str | None = None  # its key in older configs
@@ -333,6 +336,23 @@ FAMILIES: dict[str, Family] = {
         default_types=_stated_period(4),
         unrotated_layers="full beside windows",
     ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),
+        head_dim=128,
+        windows="all",
+        window=None,
+        default_rope={
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        query_scale=True,
+    ),
     "mixtral": Family(
         "MixtralForCausalLM",
         epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),
@@ -399,7 +419,7 @@ _NEUTRAL = {
     if field.name
     in (
         *("norm", "norm_bias", "norm_place", "norm_plus_one", "qk_norm", "activation", "block"),
-        "gated_mlp",
+        *("gated_mlp", "query_scale", "query_scale_length"),
         *("qkv_bias", "out_bias", "mlp_bias", "head_bias", "rotary_fraction", "embedding_scale"),
         *("residual_scale", "attention_scale", "attention_soft_cap", "logit_scale"),
         *("logit_soft_cap", "position", "attention_sinks"),
@@ -460,6 +480,12 @@ def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[s
             required[field] = getattr(config, key.fields[0])
     if family.rotary_fraction is not None:
         del required["rotary_fraction"]
+    if family.query_scale:
+        required["query_scale"] = config.query_scale
+        if config.query_scale and getattr(config.rope, "original_length", None) is None:
+            required["query_scale_length"] = config.query_scale_length
+        elif config.query_scale:  # transformers has one key for both
+            required["query_scale_length"] = config.rope.original_length
     fields = [f"{k}={getattr(config, k)!r}" for k, v in required.items() if getattr(config, k) != v]
     fields += _expert_differences(config.experts, family)
     if not family.own_head_dim and config.head_dim * config.num_heads != config.width:

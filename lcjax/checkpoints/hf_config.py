@@ -15,7 +15,7 @@ from lcjax.checkpoints.families import (
     windows,
 )
 from lcjax.checkpoints.hf_files import FAMILY_TYPES, check_types, stated
-from lcjax.errors import InputError
+from lcjax.errors import InputError, is_finite_number
 from lcjax.models.experts import Experts
 from lcjax.models.model_config import LayerKind, ModelConfig, shortest_period
 from lcjax.rope import NoRotation, Rope, from_hf
@@ -134,6 +134,8 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
 
     check_types(hf, where, FAMILY_TYPES)
     family, heads = FAMILIES[kind], get("num_attention_heads")
+    if family.default_rope and not (hf.get("rope_scaling") or hf.get("rope_parameters")):
+        hf = hf | {"rope_parameters": dict(family.default_rope)}
     length = get("max_position_embeddings")
     fields = {field: get(key) for key, field in _SIZES.items()}
     fields |= family.fixed_fields(fields["width"])
@@ -145,6 +147,9 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
     if family.experts:
         values = {field: key.value(hf) for key in family.experts for field in key.fields}
         fields["experts"] = Experts(**values | family.fixed_experts)
+    layers = _layer_fields(hf, family, where)
+    if family.query_scale:
+        fields |= _query_scale(hf, layers["rope"], where)
     config = ModelConfig(
         **fields
         | {
@@ -154,7 +159,7 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
             "rotary_fraction": _rotary_fraction(hf, family, where),
             "tie_embeddings": hf.get("tie_word_embeddings", family.tied),
             "param_dtype": stated_dtype(hf) or "float32",
-            **_layer_fields(hf, family, where),
+            **layers,
         }
     )
     trained = getattr(config.rope, "original_length", None) or 0
@@ -183,6 +188,33 @@ def trained_for(config: ModelConfig, length: int) -> ModelConfig:
     if not is_plain or length <= announced_length(config):
         return config
     return config.replace(extended_length=length)
+
+
+def _query_scale(hf: dict[str, Any], rope: Rope, where: str) -> dict[str, Any]:
+    """Returns the fields of queries that are scaled by their position."""
+    section = hf.get("rope_scaling") or hf["rope_parameters"]
+    scale = section.get("llama_4_scaling_beta")
+    length = section.get("original_max_position_embeddings")
+    if (section.get("rope_type") or section.get("type")) in ("yarn", "llama3", "longrope"):
+        length = rope.original_length  # transformers fills in the trained length
+    if not is_finite_number(scale) or type(length) is not int or length < 1:
+        raise InputError(
+            f"{where}: rope_parameters of model_type={hf['model_type']!r} must have"
+            " llama_4_scaling_beta, a number, and original_max_position_embeddings, a length;"
+            f" they are {scale!r:.40} and {length!r:.40}"
+        )
+    return {"query_scale": float(scale), "query_scale_length": length} if scale else {}
+
+
+def _query_scale_to_hf(config: ModelConfig, hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns the sections of the rope in `hf` with the keys that scale queries."""
+    length = config.query_scale_length or getattr(config.rope, "original_length", None)
+    keys = {
+        "llama_4_scaling_beta": config.query_scale,
+        "original_max_position_embeddings": length or config.max_length,
+    }
+    sections = ("rope_scaling", "rope_parameters")
+    return {name: hf[name] | keys for name in sections if hf.get(name)}
 
 
 def _check_activation(hf: dict[str, Any], family: Family, where: str) -> None:
@@ -447,6 +479,8 @@ def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str,
         hf[key.name] = key.write(getattr(config.experts, key.fields[0]), config)
     hf |= {key: allowed[0] for key, allowed in family.only.items()}
     hf |= _layers_to_hf(config, family, kind) | _ropes_to_hf(config, family)
+    if family.query_scale:
+        hf |= _query_scale_to_hf(config, hf)
     if hf["max_position_embeddings"] != config.max_length:
         hf[_MAX_LENGTH] = config.max_length
     if family.rotary_fraction is not None and isinstance(hf.get("rope_parameters"), dict):

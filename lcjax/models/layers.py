@@ -13,7 +13,7 @@ from flax.core import meta
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from lcjax.attention import AttentionMetadata, Disentangled, Pattern, TransformerXL
 from lcjax.attention.cache import Arrays
@@ -349,6 +349,8 @@ class Attention(Projections):
         c, mesh, pattern, output = self.config, self.mesh, self.config.pattern, LayerOutput()
         inputs = inputs._replace(bias=self.bias(inputs.bias))
         q, k, v = self.project(x)
+        if c.query_scale:
+            q = scale_by_position(q, inputs.positions, c.query_scale, c.query_scale_length)
         with jax.named_scope("attend"):
             partials = self.other_partials(q, inputs)
             if cache is None:
@@ -410,6 +412,26 @@ def collect_key_values(
     if positions is None or pattern.moves_keys:
         return k, v
     return inputs.rotation.rotate(k, pattern.key_positions(positions, positions)), v
+
+
+def scale_by_position(
+    q: Float[Array, "B T N H"], positions: Num[Array, "B T"], scale: float, length: int
+) -> Float[Array, "B T N H"]:
+    """Multiplies queries at position p by 1 + scale ln(1 + floor(p / length)).
+
+    Longer texts have more keys, over which softmax spreads. Llama 4 sharpens it in this way
+    (`llama_4_scaling_beta` of transformers; Nakanishi 2025, arXiv 2501.19399, has the logarithm of
+    the number of keys). The factor is rounded to the dtype of `q`, as in transformers.
+
+    Args:
+      q: queries.
+      positions: their positions; those of padding may be negative and count as 0.
+      scale: the factor of the logarithm.
+      length: number of positions that share a factor.
+    """
+    blocks = jnp.floor(jnp.maximum(positions, 0).astype(jnp.float32) / length)
+    factor = 1 + scale * jnp.log1p(blocks)
+    return q * factor[:, :, None, None].astype(q.dtype)
 
 
 def multiply(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:

@@ -85,6 +85,10 @@ class ModelConfig:
     embedding_scale: float = 1.0  # factor of embeddings (Gemma: the root of the width)
     residual_scale: float = 1.0  # factor of the outputs of attention and MLP (Granite)
     attention_scale: float | None = None  # factor of the attention logits; null: 1 / sqrt(H)
+    # b and L: queries at position p are multiplied by 1 + b ln(1 + floor(p / L)), which sharpens
+    # attention at far positions (Llama 4, Ministral 3); 0 and null: they are not
+    query_scale: float = 0.0
+    query_scale_length: PositiveInt | None = None
     # c: attention logits become c tanh(logit / c) (Gemma 2)
     attention_soft_cap: float | None = None
     # A learned logit of each query head in the denominator of attention (gpt-oss)
@@ -141,6 +145,11 @@ class ModelConfig:
         if self.mlm_head and not self.tie_embeddings:
             raise InputError(
                 "model.mlm_head=true reads logits off the embedding; set tie_embeddings=true"
+            )
+        if (self.query_scale != 0) != (self.query_scale_length is not None):
+            raise InputError(
+                f"model.query_scale={self.query_scale} needs query_scale_length, which is"
+                f" {self.query_scale_length}; set both (Ministral 3: 0.1 and 16384), or neither"
             )
         if self.experts is not None:
             self._check_experts()
@@ -210,7 +219,7 @@ class ModelConfig:
         """Raises an InputError if memories, or this memory, do not support the architecture."""
         plain = {"norm_place": "before", "qk_norm": "none", "residual_scale": 1.0, "experts": None}
         plain |= {"attention_scale": None, "attention_soft_cap": None, "norm_plus_one": False}
-        plain |= {"attention_sinks": False}
+        plain |= {"attention_sinks": False, "query_scale": 0.0}
         for field, value in plain.items():
             if getattr(self, field) != value:
                 raise InputError(

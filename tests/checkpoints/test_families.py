@@ -193,6 +193,35 @@ MODELS = {
         },
     ),
     "exaone4, no rotation": ("exaone4", {"layer_types": ["full_attention"] * 3}),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 20,
+            "rope_parameters": YARN | {"rope_theta": 1e6, "llama_4_scaling_beta": 0.4},
+        },
+    ),
+    "ministral3, plain rope and a window": (
+        "ministral3",
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 5,
+                "llama_4_scaling_beta": -0.1,
+            },
+        },
+    ),
+    "ministral3, no scale": (
+        "ministral3",
+        {
+            "head_dim": 20,
+            "rope_parameters": YARN
+            | {"rope_theta": 1e6, "llama_4_scaling_beta": 0.0, "mscale": 1.0},
+        },
+    ),
     "mixtral": (
         "mixtral",
         {"head_dim": 20, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7},

@@ -403,6 +403,50 @@ def test_a_period_in_letters_needs_the_type_of_each_layer(kind):
             config_from_hf(hf | {"sliding_window_pattern": value})
 
 
+MINISTRAL3 = {key: value for key, value in LLAMA2.items() if not key.startswith("rope")}
+MINISTRAL3 |= {"model_type": "ministral3"}
+
+
+def test_a_ministral3_without_rope_parameters_has_those_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    config = config_from_hf(MINISTRAL3)
+    full = transformers.AutoConfig.for_model(**MINISTRAL3).to_dict()
+    assert full["rope_parameters"]["llama_4_scaling_beta"] == 0.1
+    dtypes = {"dtype": "float32", "torch_dtype": None}
+    assert config_from_hf(full | dtypes) == config_from_hf(MINISTRAL3 | dtypes)
+    assert (config.query_scale, config.query_scale_length) == (0.1, 16_384)
+    assert config.rope.factor == 16 and config.rope.theta == 1e6
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"rope_type": "default", "original_max_position_embeddings": 64},
+        {"rope_type": "default", "llama_4_scaling_beta": 0.1},
+        {"rope_type": "linear", "factor": 2.0, "llama_4_scaling_beta": "0.1"},
+    ],
+)
+def test_a_ministral3_must_state_how_queries_are_scaled(section):
+    for key in ("rope_parameters", "rope_scaling"):
+        with pytest.raises(
+            InputError, match=r"'ministral3' must have llama_4_scaling_beta, .* and"
+        ):
+            config_from_hf(MINISTRAL3 | {key: section | {"rope_theta": 1e4}})
+
+
+def test_scaled_queries_need_both_fields_and_one_length_of_the_rope():
+    for fields in ({"query_scale": 0.1}, {"query_scale_length": 64}):
+        with pytest.raises(InputError, match="query_scale=.* needs query_scale_length"):
+            tiny_config(**fields)
+    config = tiny_config(query_scale=0.1, query_scale_length=16)
+    assert config_to_hf(config)["model_type"] == "ministral3"
+    longer = config.replace(rope=Yarn(theta=1e4, factor=4.0, original_length=16))
+    assert config_from_hf(config_to_hf(longer)) == longer
+    longer = config.replace(rope=Yarn(theta=1e4, factor=4.0, original_length=64))
+    with pytest.raises(InputError, match="no ministral3 model with model.query_scale_length=16"):
+        config_to_hf(longer)
+
+
 def test_null_switches_windows_and_caps_off():
     absent, off = (
         config_from_hf(GEMMA2),

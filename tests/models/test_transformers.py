@@ -93,12 +93,23 @@ FAMILIES = {
         },
     ),
     "phi": ("PhiConfig", {"partial_rotary_factor": 0.5, "num_key_value_heads": 4}),
+    "glm4": ("Glm4Config", {"head_dim": 12, "attention_bias": True}),
+    "cohere2": (
+        "Cohere2Config",
+        {"sliding_window": 11, "num_hidden_layers": 4, "logit_scale": 1.5},
+    ),
+    "exaone4": ("Exaone4Config", {"sliding_window": 11, "num_hidden_layers": 4}),
+    "ministral3": ("Ministral3Config", {"head_dim": 12}),
 }
+PARTIAL = ("phi", "glm4")
+NEW = ("glm4", "cohere2", "exaone4", "ministral3")
 
 
 def _peer(family: str, rope: dict):
     name, extra = FAMILIES[family]
-    if family == "phi":
+    if family == "ministral3":
+        rope = {"original_max_position_embeddings": TRAINED, "llama_4_scaling_beta": 0.4} | rope
+    if family in PARTIAL:
         rope = rope | {"partial_rotary_factor": 0.5}
         if "short_factor" in rope:
             rope |= {key: rope[key][: HALF // 2] for key in ("short_factor", "long_factor")}
@@ -126,7 +137,7 @@ def _our_logits(model, params, tokens, rotation):
 CASES = [
     # Phi rotates half of a head.
     (family, rope)
-    if rope in ("default", "yarn") or family in ("llama", "phi")
+    if rope == "yarn" or family in ("llama", "phi") or (rope == "default" and family not in NEW)
     else pytest.param(family, rope, marks=pytest.mark.slow)
     for family in FAMILIES
     for rope in ROPES
@@ -160,8 +171,9 @@ def test_logits_equal_transformers_there_and_back(family, rope, tmp_path):
     assert written["architectures"] == [type(again).__name__]  # what other engines choose by
 
 
-def test_left_padded_batches_generate_as_transformers(tmp_path):
-    peer = _peer("llama", ROPES["yarn"])
+@pytest.mark.parametrize("family", ["llama", "ministral3"])
+def test_left_padded_batches_generate_as_transformers(family, tmp_path):
+    peer = _peer(family, ROPES["yarn"])
     peer.save_pretrained(tmp_path)
     checkpoints.ByteTokenizer().save(tmp_path)
     lm = LanguageModel.load(ModelSection(path=str(tmp_path)))
