@@ -98,7 +98,7 @@ _CLASS_TOKENS: dict[str | None, dict[str, str]] = {
 # Model types for which transformers reads a tokenizer.json as it is, whatever `tokenizer_class`.
 _FILES_DECIDE = (
     *("mistral", "ministral", "mixtral", "phi3", "granite", "olmo2", "olmo3"),
-    *("mistral3", "ministral3", "qwen2"),
+    *("mistral3", "ministral3", "qwen2", "glm", "glm4", "ernie4_5"),
 )
 # Classes that decide about prefix spaces, and the steps in tokenizer.json that they replace.
 _LLAMA = ("LlamaTokenizer", _CODE_LLAMA)

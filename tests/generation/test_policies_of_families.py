@@ -13,6 +13,7 @@ from lcjax.attention.policies import DuoAttention, Knorm, SnapKV, StreamingCache
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import LayerKind
 from lcjax.models.experts import Experts
+from lcjax.models.layers import scale_by_position
 from lcjax.rope import NoRotation
 
 LENGTH, NEW, KEPT, WINDOW = 60, 6, 20, 3
@@ -27,6 +28,7 @@ ARCHITECTURES = {
     "phi": TINY.replace(
         block="parallel", norm="layer", gated_mlp=False, qkv_bias=True, rotary_fraction=0.5
     ),
+    "ministral3": TINY.replace(query_scale=0.7, query_scale_length=16),
     "nope": TINY.replace(rope=NoRotation()),
     "gpt-oss": TINY.replace(
         head_dim=32,
@@ -70,6 +72,8 @@ def weights_of_last_queries(lm, ids, layer):
         mutable=["intermediates"],
     )
     q, k, _ = state["intermediates"][f"layers_{layer}"]["attention"]["project"][0]
+    if config.query_scale:
+        q = scale_by_position(q, positions, config.query_scale, config.query_scale_length)
     rotation = lm.rotation(LENGTH + NEW).of_kind(config.kind_by_layer[layer])
     q, k = (np.asarray(rotation.rotate(x, positions), np.float64)[0] for x in (q, k))
     k = np.repeat(k, config.num_heads // config.num_kv_heads, axis=1)
