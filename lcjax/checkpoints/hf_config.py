@@ -35,12 +35,13 @@ _ACTIVATIONS = {  # transformers' names of each activation; the first one is wri
 }
 _DUAL_CHUNK = "dual_chunk_attention_config"  # of Qwen2.5-1M; transformers ignores it, vLLM reads it
 _DUAL_CHUNK_TYPES = ("qwen2", "qwen3")  # model types whose vLLM classes read it
-# Multimodal models whose text part belongs to a family: its model type, and transformers' defaults
-# for keys that `text_config` omits (the published Gemma 3 4B omits most of them).
-WRAPPERS = {
-    "gemma3": (
-        "gemma3_text",
-        {
+# Multimodal models whose text part belongs to a family: its possible model types, each with
+# transformers' defaults for keys that `text_config` omits (the published Gemma 3 4B omits most).
+# With several types, `text_config` must state its own.
+WRAPPERS: dict[str, dict[str, dict[str, Any]]] = {
+    "mistral3": {"mistral": {}, "ministral3": {}},  # Mistral Small 3.1, Ministral 3
+    "gemma3": {
+        "gemma3_text": {
             "vocab_size": 262_208,
             "hidden_size": 2_304,
             "intermediate_size": 9_216,
@@ -50,7 +51,7 @@ WRAPPERS = {
             "head_dim": 256,
             "max_position_embeddings": 131_072,
         },
-    )
+    },
 }
 # Keys that transformers reads for all families, and their only values that are supported.
 _ONLY = {"is_causal": (True,), "per_layer_config": (None, {})}
@@ -71,12 +72,13 @@ def text_model(hf: dict[str, Any], where: str = "config.json") -> dict[str, Any]
     """
     if hf.get("model_type") not in WRAPPERS:
         return hf
-    kind, defaults = WRAPPERS[hf["model_type"]]
-    text = hf.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type", kind) != kind:
+    kinds, text = WRAPPERS[hf["model_type"]], hf.get("text_config")
+    only = next(iter(kinds)) if len(kinds) == 1 else None
+    kind = text.get("model_type", only) if isinstance(text, dict) else None
+    if kind not in kinds:
         raise InputError(
-            f"{where}: text_config={text!r:.60} must be an object that describes a {kind} model;"
-            " download it again"
+            f"{where}: text_config={text!r:.60} must be an object that describes a"
+            f" {' or '.join(kinds)} model; download it again"
         )
     check_types(text, f"{where}: text_config")
     above = {
@@ -85,7 +87,7 @@ def text_model(hf: dict[str, Any], where: str = "config.json") -> dict[str, Any]
         if hf.get(key) is not None
     }
     tied = {"tie_word_embeddings": stated(hf).get("tie_word_embeddings", True)}
-    return defaults | stated(text) | above | tied | {"model_type": kind}
+    return kinds[kind] | stated(text) | above | tied | {"model_type": kind}
 
 
 def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:

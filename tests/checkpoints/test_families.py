@@ -469,21 +469,58 @@ def gemma3_of_images(folder):
     return model
 
 
+def mistral3_of_images(folder, kind):
+    """Saves a Ministral 3, or a Mistral, of images and text as transformers does; returns it."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {key: value for key, value in SIZES.items() if not key.endswith("token_id")}
+    rope = {"llama_4_scaling_beta": 0.4} if kind == "ministral3" else {}
+    rope = YARN | {"rope_theta": 1e6} | rope
+    config = Mistral3Config(
+        text_config=sizes | {"model_type": kind, "head_dim": 20, "rope_parameters": rope},
+        vision_config=VISION | {"model_type": "pixtral"},
+        image_token_index=259,
+        tie_word_embeddings=False,
+        eos_token_id=[258, 257],
+    )
+    model = Mistral3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in path))
+    model.save_pretrained(folder)
+    ByteTokenizer().save(folder)
+    return model
+
+
+OF_IMAGES = {
+    "Gemma3ForCausalLM": gemma3_of_images,
+    "Ministral3ForCausalLM": functools.partial(mistral3_of_images, kind="ministral3"),
+    "MistralForCausalLM": functools.partial(mistral3_of_images, kind="mistral"),
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("architecture", OF_IMAGES)
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_part_of_a_gemma3_of_images_has_its_logits(tmp_path, prefix):
+def test_the_text_part_of_a_model_of_images_has_its_logits(tmp_path, prefix, architecture):
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path / "hf"
     folder.mkdir()
-    model = gemma3_of_images(folder)
+    model = OF_IMAGES[architecture](folder)
     state = load_file(folder / "model.safetensors")
     texts = {name.rpartition("language_model.")[2].removeprefix("model.") for name in state if
              "language_model." in name}  # fmt: skip
-    assert "layers.5.self_attn.q_norm.weight" in texts
-    renamed = {}
+    last = f"layers.{model.config.text_config.num_hidden_layers - 1}.self_attn."
+    assert f"{last}q_proj.weight" in texts and len(texts) < len(state)
+    assert (f"{last}q_norm.weight" in texts) == (architecture == "Gemma3ForCausalLM")
+    renamed, heads = {}, {"language_model.model.": "language_model.lm_head.weight"}
     for name, tensor in state.items():
+        if name.endswith("lm_head.weight"):  # of a model that is not tied
+            renamed[heads.get(prefix, "lm_head.weight")] = tensor
+            continue
         inner = name.rpartition("language_model.")[2].removeprefix("model.")
         renamed[prefix + inner if inner in texts else name] = tensor
     save_file(renamed, folder / "model.safetensors", {"format": "pt"})
@@ -499,7 +536,7 @@ def test_the_text_part_of_a_gemma3_of_images_has_its_logits(tmp_path, prefix):
 
     save_hf(tmp_path / "out", lm.params, lm.config, lm.tokenizer)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
-    assert type(again).__name__ == "Gemma3ForCausalLM"
+    assert type(again).__name__ == architecture
     with torch.no_grad():
         exported = again(torch.tensor(tokens)).logits.numpy()
     np.testing.assert_allclose(exported, expected, atol=1e-4 * np.abs(expected).max())
@@ -560,6 +597,14 @@ def test_what_text_config_leaves_out_is_what_transformers_takes(hf):
 def test_a_text_part_that_lcjax_does_not_compute_is_refused(change, words):
     with pytest.raises(InputError, match=words):
         config_from_hf(GEMMA3_4B | change)
+
+
+@pytest.mark.parametrize("text", [None, {}, SIZES, SIZES | {"model_type": "llama"}])
+def test_the_text_part_of_a_mistral3_must_state_its_type(text):
+    with pytest.raises(
+        InputError, match="must be an object that describes a mistral or ministral3"
+    ):
+        config_from_hf({"model_type": "mistral3", "text_config": text})
 
 
 # The config.json of checkpoints of the hub whose architecture is a preset.
