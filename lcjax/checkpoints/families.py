@@ -29,6 +29,7 @@ class Key:
     read: Callable[[Any], Any] = lambda value: value
     write: Callable[[Any, ModelConfig], Any] = lambda value, config: value
     alias: str | None = None  # another name of the key, for reading
+    values: tuple | None = None  # of the fields that the key can set; None: all
 
     def value(self, hf: Mapping[str, Any]) -> Any:
         """Returns the value of the fields."""
@@ -172,9 +173,9 @@ _GLM = {
     "interleaved": True,
     "fused": ("mlp.gate_up_proj",),
 }
+_COHERE_KEYS = (Key("logit_scale", ("logit_scale",), 0.0625), _ATTENTION_BIAS)
 _COHERE = {
     "fixed": {"norm": "layer", "norm_bias": False, "block": "parallel"},
-    "keys": (Key("logit_scale", ("logit_scale",), 0.0625), _ATTENTION_BIAS),
     "epsilon": Key("layer_norm_eps", ("norm_epsilon",), 1e-5),
     "tied": True,
     "interleaved": True,
@@ -320,11 +321,23 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "cohere": Family(
-        "CohereForCausalLM", **_COHERE, theta=500_000.0, only={"use_qk_norm": (False,)}
+        "CohereForCausalLM",
+        **_COHERE,
+        keys=(
+            *_COHERE_KEYS,
+            Key(
+                *("use_qk_norm", ("qk_norm",), False),
+                read=lambda has_norm: "each" if has_norm else "none",
+                write=lambda norm, config: norm == "each",
+                values=("none", "each"),
+            ),
+        ),
+        theta=500_000.0,
     ),
     "cohere2": Family(
         "Cohere2ForCausalLM",
         **_COHERE,
+        keys=_COHERE_KEYS,
         windows="types",
         default_types=_stated_period(4),
         unrotated_layers="full",
@@ -476,8 +489,11 @@ def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[s
     """Lists what the family cannot express: values of fields; patterns and ropes of layers."""
     required = _NEUTRAL | family.fixed_fields(config.width)
     for key in family.keys:
+        value = getattr(config, key.fields[0])
+        if key.values is not None and value not in key.values:
+            continue
         for field in key.fields:  # the first may have any value, which the others must equal
-            required[field] = getattr(config, key.fields[0])
+            required[field] = value
     if family.rotary_fraction is not None:
         del required["rotary_fraction"]
     if family.query_scale:

@@ -45,6 +45,8 @@ _DECODER = (
     ("self_attn.k_norm.weight", "H", f"{_ATTENTION}/key_norm/scale", "H", "head norms"),
     ("self_attn.q_norm.weight", "NH", f"{_ATTENTION}/query_norm/scale", "NH", "norms over heads"),
     ("self_attn.k_norm.weight", "KH", f"{_ATTENTION}/key_norm/scale", "KH", "norms over heads"),
+    ("self_attn.q_norm.weight", "N,H", f"{_ATTENTION}/query_norm/scale", "NH", "norms by head"),
+    ("self_attn.k_norm.weight", "K,H", f"{_ATTENTION}/key_norm/scale", "KH", "norms by head"),
     ("post_attention_layernorm.weight", "D", f"{_ATTENTION}_after_norm/scale", "D", "after"),
     ("post_attention_layernorm.weight", "D", f"{_MLP}_norm/scale", "D", "only before"),
     ("pre_feedforward_layernorm.weight", "D", f"{_MLP}_norm/scale", "D", "before and after"),
@@ -78,7 +80,7 @@ FUSED = {
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 # Leaves whose channels are rotated.
-ROTATED = (f"{_ATTENTION}/query/", f"{_ATTENTION}/key/")
+ROTATED = tuple(f"{_ATTENTION}/{name}/" for name in ("query", "key", "query_norm", "key_norm"))
 # Rows that the classes of transformers 5 hold as one array [E, ...] of all experts, under these
 # names in all families: (name, part, number of parts) of the array's second axis.
 # `save_pretrained` writes one tensor for each expert, `torch.save` of a `state_dict` these arrays.
@@ -148,7 +150,8 @@ class Entry:
         """Converts one layer of the leaf to the stored tensor."""
         view = layer.transpose(np.argsort(self.order))
         if self.interleaved:
-            view = view[:, np.argsort(halves(view.shape[1], self.interleaved))]
+            axis = min(1, view.ndim - 1)  # that of the channels, after the heads if there are any
+            view = view.take(np.argsort(halves(view.shape[axis], self.interleaved)), axis)
         return view.reshape(self.tensor_shape)
 
 
@@ -298,6 +301,7 @@ def _rows(config: ModelConfig) -> Iterator[TensorRow]:
         "before and after": place == "both",
         "head norms": config.qk_norm == "head",
         "norms over heads": config.qk_norm == "all",
+        "norms by head": config.qk_norm == "each",
         "untied": not config.tie_embeddings,
         "one_mlp": config.experts is None,
         "expert_bias": config.experts is not None and config.experts.bias,

@@ -34,7 +34,7 @@ DTYPES = {
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NUMBERED = re.compile(r"-\d+-of-(\d+)$")
-_ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)")
+_ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_(proj|norm)\.(weight|bias)")
 _ROWS = 4_096  # rows of two tensors that are compared at a time
 # The bits of infinity without its sign, shifted left by one; those of NaN are larger.
 _INFINITY = {"float32": 0xFF00_0000, "float16": 0xF800, "bfloat16": 0xFF00}
@@ -157,7 +157,8 @@ class RenamedSource:
 class HalvesSource:
     """A source of a family with `interleaved` rotations, in the library's order of channels.
 
-    Queries and keys have other rows than those of the source, whole heads at a time.
+    Queries, keys and their norms have other rows than those of the source, whole heads at a time;
+    norms that are stored with an axis for heads have other columns.
     """
 
     def __init__(self, source: WeightSource, order: np.ndarray):
@@ -168,6 +169,8 @@ class HalvesSource:
         if not _ROTATED.fullmatch(name):
             return self._source.rows(name, start, stop)
         size = len(self._order)
+        if "norm" in name and len(self.tensors[name].shape) == 2:
+            return self._source.rows(name, start, stop)[:, self._order]
         first, last = start // size * size, -(-stop // size) * size
         block = self._source.rows(name, first, last)
         block = block.reshape(-1, size, *block.shape[1:])[:, self._order]

@@ -245,6 +245,9 @@ class Norm(nn.Module):
 
     config: ModelConfig
     axes: tuple[int, ...] | None = None  # sizes of the normalised axes; None: the width
+    heads: int | None = (
+        None  # size of the axis before them, if its entries have scales of their own
+    )
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -257,6 +260,7 @@ class Norm(nn.Module):
         if config.norm == "layer":
             wide = wide - wide.mean(axes, keepdims=True)
         variance = jnp.square(wide).mean(axes, keepdims=True)
+        shape = shape if self.heads is None else (self.heads, *shape)
         y = wide * jax.lax.rsqrt(variance + config.norm_epsilon)
         if config.norm_plus_one:
             y = y * (1 + self.param("scale", nn.initializers.zeros, shape, dtype).astype(y.dtype))
@@ -281,10 +285,14 @@ class Projections(nn.Module):
 
         self.query, self.key, self.value = map(heads, (c.num_heads, *2 * [c.num_kv_heads]))
         if c.qk_norm != "none":
-            each = (c.head_dim,)
-            over_all = (c.num_heads, *each), (c.num_kv_heads, *each)
-            sizes = (each, each) if c.qk_norm == "head" else over_all
-            self.query_norm, self.key_norm = (Norm(c, size) for size in sizes)
+            self.query_norm, self.key_norm = (
+                {
+                    "head": Norm(c, (c.head_dim,)),
+                    "all": Norm(c, (count, c.head_dim)),
+                    "each": Norm(c, (c.head_dim,), heads=count),
+                }[c.qk_norm]
+                for count in (c.num_heads, c.num_kv_heads)
+            )
         self.out = Linear((c.num_heads, c.head_dim), (c.width,), c, c.out_bias, mesh)
 
     def project(

@@ -67,8 +67,8 @@ class ModelConfig:
     norm_place: Annotated[str, OneOf(("before", "after", "both"))] = "before"
     norm_plus_one: bool = False  # RMSNorm multiplies by 1 + scale (Gemma)
     # Norm of queries and keys before their rotation: of each head (Qwen3, Gemma 3), or of all
-    # heads together (OLMo 2)
-    qk_norm: Annotated[str, OneOf(("none", "head", "all"))] = "none"
+    # heads together (OLMo 2), or of each head with scales that heads do not share (Command R+)
+    qk_norm: Annotated[str, OneOf(("none", "head", "all", "each"))] = "none"
     # relu2: the square of ReLU (So et al. 2021, arXiv 2109.08668; Arcee)
     activation: Annotated[str, OneOf(("silu", "gelu_tanh", "relu2"))] = "silu"
     # "parallel": attention and MLP read the same normed input (Phi-2, Cohere)

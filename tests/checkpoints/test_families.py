@@ -163,6 +163,7 @@ MODELS = {
             "rope_parameters": YARN | {"rope_theta": 1e6},
         },
     ),
+    "cohere, norms of queries and keys": ("cohere", {"head_dim": 20, "use_qk_norm": True}),
     "cohere2": ("cohere2", {"num_hidden_layers": 4, "sliding_window": 7, "head_dim": 20}),
     "cohere2, other layers": (
         "cohere2",

@@ -28,6 +28,7 @@ FAMILIES = {
         "qkv_bias": True,
         "out_bias": True,
         "logit_scale": 0.0625,
+        "qk_norm": "each",
     },
     "glm4": {"qkv_bias": True, "norm_place": "both", "rotary_fraction": 0.5},
 }
@@ -59,6 +60,9 @@ def test_rows_of_queries_and_keys_alone_have_another_order_in_the_file(tmp_path,
         kernel = attention[path]["kernel"][1]
         np.testing.assert_array_equal(stored[:, chosen].transpose(2, 0, 1), kernel)
         np.testing.assert_array_equal(bias[:, chosen], attention[path]["bias"][1])
+        if config.qk_norm == "each" and name != "v":
+            scale = tensors[f"model.layers.1.self_attn.{name}_norm.weight"]
+            np.testing.assert_array_equal(scale[:, order], attention[f"{path}_norm"]["scale"][1])
     assert_same(load(tmp_path / "base")[0], params)
 
 

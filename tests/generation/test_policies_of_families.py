@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "phi": TINY.replace(
         block="parallel", norm="layer", gated_mlp=False, qkv_bias=True, rotary_fraction=0.5
     ),
+    "cohere": TINY.replace(block="parallel", norm="layer", norm_bias=False, qk_norm="each"),
     "ministral3": TINY.replace(query_scale=0.7, query_scale_length=16),
     "nope": TINY.replace(rope=NoRotation()),
     "gpt-oss": TINY.replace(
