@@ -387,6 +387,20 @@ LATER_CASES = [
     ("phi3", {}, "right right right refused"),
     ("phi3", PHI3, "right wrong wrong refused"),
     ("granite", {"rope_theta": 1e7}, "right right right refused"),
+    # Of these, the files of transformers alone were read.
+    *(
+        (kind, changes, "right unknown unknown unknown")
+        for kind, changes in (
+            *(("arcee", {}), ("seed_oss", {}), ("ernie4_5", {}), ("glm", {"rope_theta": 1e7})),
+            *(
+                ("glm4", {"rope_scaling": HF_YARN}),
+                ("cohere", {}),
+                ("cohere2", {}),
+                ("exaone4", {}),
+            ),
+            ("ministral3", {}),
+        )
+    ),
 ]
 
 
