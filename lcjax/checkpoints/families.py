@@ -74,7 +74,6 @@ class Family:
     fused: tuple[str, ...] = ()  # projections that are stored together, from `hf_names.FUSED`
     experts: tuple[Key, ...] = ()  # of a mixture of experts; keys set fields of `Experts`
     fixed_experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of these
-    rope_parameters: Mapping[str, Any] | None = None  # if the key is absent
     quantised: tuple[str, ...] = ()  # methods of `quantization_config` that are read
     # Keys and the only values that are supported; the first value is that of an absent key.
     only: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
@@ -403,7 +402,7 @@ FAMILIES: dict[str, Family] = {
         epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),
         head_dim=64,
         theta=150_000.0,
-        rope_parameters={
+        default_rope={
             "rope_type": "yarn",
             "factor": 32.0,
             "beta_fast": 32.0,

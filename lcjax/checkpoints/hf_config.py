@@ -300,8 +300,6 @@ def _ropes(hf: dict[str, Any], family: Family, where: str) -> tuple[Rope, Rope |
     """Returns the rope of the model, and that of layers with a window; None: the same rope."""
     length, theta = hf.get(_MAX_LENGTH, hf["max_position_embeddings"]), family.theta
     if family.local_theta is None:
-        if family.rope_parameters and not (hf.get("rope_parameters") or hf.get("rope_scaling")):
-            hf = hf | {"rope_parameters": family.rope_parameters}
         return from_hf(hf).resolve(theta=theta, length=length), None
     sections, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
     full, sliding = (dict(sections.get(name) or {}) for name in (FULL, SLIDING))

@@ -183,7 +183,7 @@ def expert_names(name: str, count: int) -> list[str]:
 _PART = re.compile(r"(.+)\[([01])::2\]")
 
 
-def interleaved(name: str) -> tuple[str, int] | None:
+def alternating(name: str) -> tuple[str, int] | None:
     """Returns the stored tensor, and the first entry of each pair of its last axis that `name` has.
 
     None for the name of a whole tensor.

@@ -207,7 +207,7 @@ class WeightStream:
         """
 
         def stored_name(name):
-            whole, _ = hf_names.interleaved(name) or (name, 0)
+            whole, _ = hf_names.alternating(name) or (name, 0)
             return hf_names.fused_name(whole, fused) or whole
 
         self._tensors: dict[str, TensorInfo] = {}
@@ -218,7 +218,7 @@ class WeightStream:
             rows = list(group)
             entries = [entry for _, entry, _ in rows]
             names = hf_names.expert_names(name, entries[0].num_experts)
-            if hf_names.interleaved(rows[0][0]):
+            if hf_names.alternating(rows[0][0]):
                 *axes, last = entries[0].tensor_shape
                 shape = *axes, len(rows) * last
             else:
@@ -238,7 +238,7 @@ class WeightStream:
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yields the tensors; those of a group are the rows of its entries, in equal parts.
 
-        Interleaved entries take turns along the last axis. `read` reads one layer of a leaf.
+        Alternating entries take turns along the last axis. `read` reads one layer of a leaf.
         """
         for names, rows in groups:
             parts, dtype = [], DTYPES[self._tensors[names[0]].dtype]
@@ -250,7 +250,7 @@ class WeightStream:
                 parts.append(tensor)
                 if progress:
                     progress(parts[-1].nbytes)
-            if hf_names.interleaved(rows[0][0]):
+            if hf_names.alternating(rows[0][0]):
                 yield names[0], np.stack(parts, -1).reshape(self._tensors[names[0]].shape)
                 continue
             array = np.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -243,7 +243,7 @@ def with_base_prefix(source: WeightSource, config: ModelConfig) -> WeightSource:
 
 
 def resolve_names(source: WeightSource, table: Sequence[hf_names.Entry]) -> WeightSource:
-    """Returns `source` with the names of `table`: no aliases, no fused or interleaved tensors.
+    """Returns `source` with the names of `table`: no aliases, no fused or alternating tensors.
 
     The matrices of all experts are one tensor, whether they are stored one by one or in one array.
 
@@ -272,7 +272,7 @@ def resolve_names(source: WeightSource, table: Sequence[hf_names.Entry]) -> Weig
             stored[part] = [Rows(name, start, size)]
             start += size
     for name in expected:
-        whole, part = hf_names.interleaved(name) or ("", 0)
+        whole, part = hf_names.alternating(name) or ("", 0)
         if whole in source.tensors and len(source.tensors[whole].shape) > 1:
             stored.pop(whole, None)
             stored[name] = [Rows(whole, part=part)]
@@ -292,7 +292,7 @@ def _expert_tensors(source: WeightSource, table: Iterable[hf_names.Entry]) -> di
             continue
         form, part, parts = hf_names.STATE_DICT[entry.path]
         for layer, name in enumerate(entry.names):
-            if hf_names.interleaved(name):
+            if hf_names.alternating(name):
                 continue
             names = hf_names.expert_names(name, entry.num_experts)
             together = f"model.layers.{layer}.{form}"

@@ -245,9 +245,7 @@ class Norm(nn.Module):
 
     config: ModelConfig
     axes: tuple[int, ...] | None = None  # sizes of the normalised axes; None: the width
-    heads: int | None = (
-        None  # size of the axis before them, if its entries have scales of their own
-    )
+    heads: int | None = None  # size of the axis before them, if its entries have own scales
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
