@@ -15,6 +15,7 @@ from lcjax.checkpoints.families import (
     windows,
 )
 from lcjax.checkpoints.hf_files import FAMILY_TYPES, check_types, stated
+from lcjax.checkpoints.quantised_weights import METHODS
 from lcjax.errors import InputError, is_finite_number
 from lcjax.models.experts import Experts
 from lcjax.models.model_config import LayerKind, ModelConfig, shortest_period
@@ -122,7 +123,7 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
         )
     if settings := hf.get("quantization_config"):
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
-        if method not in FAMILIES[kind].quantised:
+        if method not in (*METHODS, *FAMILIES[kind].quantised):
             raise InputError(
                 f"{where}: quantization_config (quant_method={method!r}) is not supported for"
                 f" model_type={kind!r}; use the unquantised checkpoint, or a GGUF file of this"

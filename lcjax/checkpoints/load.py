@@ -24,7 +24,7 @@ from lcjax.checkpoints.hf_config import WRAPPERS, decoder_from_hf, stated_dtype,
 from lcjax.checkpoints.hf_files import check_folder_sums, check_types, read_hf_json
 from lcjax.checkpoints.hf_names import Entry, entries
 from lcjax.checkpoints.hub import find_checkpoint, is_run
-from lcjax.checkpoints.mxfp4 import Mxfp4Source
+from lcjax.checkpoints.quantised_weights import dequantised
 from lcjax.checkpoints.safetensors_io import SafetensorsFolder, has_weights, read_header
 from lcjax.checkpoints.tokenizer import Tokenizer, check_vocabulary
 from lcjax.checkpoints.tokenizer_files import gguf_tokenizer, hf_tokenizer
@@ -211,8 +211,7 @@ def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, To
     hf = read_hf_json(path / "config.json")
     if hf.get("model_type") in WRAPPERS:
         source = text_weights(source)
-    if (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4":
-        source = Mxfp4Source(source)
+    source = dequantised(source, hf.get("quantization_config"))
     source, config = as_stored(with_base_prefix(source, config), config)
     if stated_dtype(text_model(hf)) is None:
         config = config.replace(

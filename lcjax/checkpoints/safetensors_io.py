@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CODES = {name: code for code, name in _NAMES.items()}
-_QUANTISED = {"U8": "uint8"}  # read with `rows`, too, but not as numbers
+_QUANTISED = {"U8": "uint8", "F8_E4M3": "float8_e4m3fn"}  # dtypes of codes
 _BITS = {  # bits of one number
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),

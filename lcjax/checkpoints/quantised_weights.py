@@ -1,16 +1,25 @@
-"""Reads weights that a checkpoint stores in MXFP4, as those of the experts of gpt-oss.
+"""Reads weights that a checkpoint stores in 4 or 8 bits, as floats with the same values.
 
-A number has 4 bits, one of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign, and 32 numbers share a scale,
-a power of two (OCP Microscaling Formats v1.0, 2023, sec. 5.3 and 6). A matrix [E, I, O] is stored
-as `NAME_blocks` uint8 [E, O, I / 32, 16], with two numbers in a byte, the first in its low bits,
-and `NAME_scales` uint8 [E, O, I / 32], an exponent plus 127.
+MXFP4, for the experts of gpt-oss: a number has 4 bits, one of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a
+sign, and 32 numbers share a scale, a power of two (OCP Microscaling Formats v1.0, 2023, sec. 5.3
+and 6). A matrix [E, I, O] is stored as `NAME_blocks` uint8 [E, O, I / 32, 16], with two numbers in
+a byte, the first in its low bits, and `NAME_scales` uint8 [E, O, I / 32], an exponent plus 127.
+
+FP8 in blocks, as Qwen3 and DeepSeek-V3 are published (arXiv 2412.19437, sec. 3.3.2): `NAME` is
+float8_e4m3 [O, I], and `NAME_scale_inv` has the factor of each block of 128 x 128 numbers.
 """
+
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from lcjax.checkpoints.weights import TensorInfo, WeightSource
+from lcjax.checkpoints.weights import DTYPES, TensorInfo, WeightSource
 from lcjax.errors import InputError
+
+# Methods of `quantization_config` that are read, whatever the family; a family may have others
+METHODS = ("fp8",)
+_SCALE = "_scale_inv"
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _GROUP = 32  # numbers of a scale
@@ -20,6 +29,65 @@ _NUMBERS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 _QUADS = _NUMBERS[np.arange(2**16)[:, None] >> np.arange(0, 16, 4) & 15].view(np.uint64)[:, 0]
 # Scales with which all numbers but 0 are normal: exponents of bfloat16 from 1 to 254
 _FIRST, _LAST = 2, 252
+
+
+def dequantised(source: WeightSource, settings: dict[str, Any] | None) -> WeightSource:
+    """Returns a source of floats.
+
+    Args:
+      source: the stored tensors.
+      settings: `quantization_config` of the checkpoint; None: it has none.
+
+    Raises:
+      InputError: the tensors are not as the settings say, or settings have a value that is not
+        supported.
+    """
+    method = (settings or {}).get("quant_method")
+    if method == "mxfp4":
+        return Mxfp4Source(source)
+    return Fp8Source(source, settings) if method == "fp8" else source
+
+
+class Fp8Source:
+    """A source whose FP8 matrices are float32 ones, the products of numbers and scales."""
+
+    def __init__(self, source: WeightSource, settings: dict[str, Any]):
+        self.path, self._source = source.path, source
+        block, scheme = settings.get("weight_block_size"), settings.get("activation_scheme")
+        is_block = isinstance(block, list) and [type(size) for size in block] == [int, int]
+        if not is_block or min(block) < 1 or scheme not in (None, "dynamic"):
+            raise InputError(
+                f"{self.path}: quantization_config with weight_block_size={block!r:.40} and"
+                f" activation_scheme={scheme!r:.40} is not supported, only blocks such as"
+                " [128, 128] with dynamic activations; use the unquantised checkpoint"
+            )
+        self._block = tuple(block)
+        self.tensors = dict(source.tensors)
+        scaled = [name for name in self.tensors if f"{name}{_SCALE}" in self.tensors]
+        self._scaled = frozenset(scaled)
+        for name in scaled:
+            info, scale = self.tensors[name], self.tensors.pop(name + _SCALE)
+            grid = tuple(-(-size // part) for size, part in zip(info.shape, self._block))
+            fits = len(info.shape) == 2 and scale.shape == grid and scale.dtype in DTYPES
+            if info.dtype != "F8_E4M3" or not fits:
+                raise InputError(
+                    f"{self.path}: {name} ({info.dtype} {list(info.shape)}) and {name}{_SCALE}"
+                    f" ({scale.dtype} {list(scale.shape)}) are not as FP8 with weight_block_size="
+                    f"{block} has them; download them again, or use the unquantised checkpoint"
+                )
+            self.tensors[name] = TensorInfo(info.shape, "float32")
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        numbers = self._source.rows(name, start, stop)
+        if name not in self._scaled:
+            return numbers
+        height, width = self._block
+        first, last = start // height, -(-stop // height)
+        scales = self._source.rows(name + _SCALE, first, last).astype(np.float32)
+        scales = np.repeat(scales, height, axis=0)[start - first * height :][: stop - start]
+        numbers = numbers.astype(np.float32)
+        numbers *= np.repeat(scales, width, axis=1)[:, : numbers.shape[1]]
+        return numbers
 
 
 class Mxfp4Source:
