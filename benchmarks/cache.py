@@ -292,9 +292,9 @@ def quality_table(results: dict) -> str:
         if name != "full":
             loss = paired(full["nats"], row["nats"], clusters=row["sources"])
             nats = f"{loss.mean:+.3f} ({loss.low:+.3f} to {loss.high:+.3f}, n = {loss.count})"
-        if protocol == "unseen" and name in PUBLISHED:
+        if length == "4096" and protocol == "unseen" and name in PUBLISHED:
             published = PUBLISHED[name].get(float(setting), "")
-        elif protocol == "text":
+        elif length == "4096" and protocol == "text":
             published = 95.4
         evicted = f"to {setting} tokens" if protocol == "streamed" else setting
         evicted = "" if name == "full" else evicted
