@@ -15,13 +15,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors; at run time `__getattr__` imports these names
-    from lcjax import attention, checkpoints, data, evaluation, models, retrieval, rope, training
+    from lcjax import (
+        attention,
+        checkpoints,
+        cost,
+        data,
+        evaluation,
+        models,
+        retrieval,
+        rope,
+        training,
+    )
     from lcjax.checkpoints.build import ModelSection
     from lcjax.errors import InputError
     from lcjax.generation.conversation import Conversation
     from lcjax.generation.language_model import LanguageModel
     from lcjax.generation.replug import Replug
     from lcjax.generation.sampling import Sampling
+    from lcjax.generation.shared_prefix import read_prefix
     from lcjax.parallel.sharding import Mesh
     from lcjax.retrieval.reader import RetrievalReader
 
@@ -30,6 +41,7 @@ if TYPE_CHECKING:  # for editors; at run time `__getattr__` imports these names
 _MODULES = (
     "attention",
     "checkpoints",
+    "cost",
     "data",
     "evaluation",
     "models",
@@ -46,6 +58,7 @@ _NAMES = {
     "Replug": "lcjax.generation.replug",
     "RetrievalReader": "lcjax.retrieval.reader",
     "Sampling": "lcjax.generation.sampling",
+    "read_prefix": "lcjax.generation.shared_prefix",
 }
 
 __all__ = [
@@ -60,9 +73,11 @@ __all__ = [
     "__version__",
     "attention",
     "checkpoints",
+    "cost",
     "data",
     "evaluation",
     "models",
+    "read_prefix",
     "retrieval",
     "rope",
     "training",

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from lcjax.attention import Causal, Sliding
 from lcjax.errors import InputError
-from lcjax.models.experts import Experts
 from lcjax.models.model_config import ModelConfig
 from lcjax.rope import NoRotation
 
@@ -470,18 +469,24 @@ def family_of(config: ModelConfig) -> NearestFamily:
     return NearestFamily(nearest, fields + layers)
 
 
-def _expert_differences(experts: Experts | None, family: Family) -> list[str]:
-    """Lists fields of `experts` that no key of the family sets and that are not the default."""
+def _expert_differences(config: ModelConfig, family: Family) -> list[str]:
+    """Lists fields of experts, neither the default nor set to this value by a key of the family."""
+    experts = config.experts
     if experts is None or not family.experts:
         return [] if experts is None and not family.experts else [f"experts={experts}"]
     free = {field for key in family.experts for field in key.fields}
     required = {field.name: field.default for field in dataclasses.fields(experts)}
     required |= family.fixed_experts
+    unset = [
+        f"experts.{key.fields[0]}=None"
+        for key in family.experts
+        if key.default is not None and key.write(getattr(experts, key.fields[0]), config) is None
+    ]
     return [
         f"experts.{name}={getattr(experts, name)!r}"
         for name, value in required.items()
         if name not in free and getattr(experts, name) != value
-    ]
+    ] + unset
 
 
 def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[str]]:
@@ -502,7 +507,7 @@ def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[s
         elif config.query_scale:  # transformers has one key for both
             required["query_scale_length"] = config.rope.original_length
     fields = [f"{k}={getattr(config, k)!r}" for k, v in required.items() if getattr(config, k) != v]
-    fields += _expert_differences(config.experts, family)
+    fields += _expert_differences(config, family)
     if not family.own_head_dim and config.head_dim * config.num_heads != config.width:
         fields.append(f"head_dim={config.head_dim}")
     wrong = [

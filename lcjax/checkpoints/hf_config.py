@@ -15,7 +15,7 @@ from lcjax.checkpoints.families import (
     windows,
 )
 from lcjax.checkpoints.hf_files import FAMILY_TYPES, check_types, stated
-from lcjax.checkpoints.quantised_weights import METHODS
+from lcjax.checkpoints.quantised_weights import METHODS, method_of
 from lcjax.errors import InputError, is_finite_number
 from lcjax.models.experts import Experts
 from lcjax.models.model_config import LayerKind, ModelConfig, shortest_period
@@ -122,7 +122,7 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
             "(SmolLM2, Llama-2 and Llama-3 are llama, Phi-2 is phi)"
         )
     if settings := hf.get("quantization_config"):
-        method = settings.get("quant_method") if isinstance(settings, dict) else settings
+        method = method_of(settings)
         if method not in (*METHODS, *FAMILIES[kind].quantised):
             raise InputError(
                 f"{where}: quantization_config (quant_method={method!r}) is not supported for"

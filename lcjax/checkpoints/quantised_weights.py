@@ -23,6 +23,7 @@ _SCALE = "_scale_inv"
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _GROUP = 32  # numbers of a scale
+_BYTES = ("U8", "uint8")  # in safetensors, and in torch's files
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], ml_dtypes.bfloat16)
 _NUMBERS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 # The four numbers of every two bytes, as uint64
@@ -31,7 +32,7 @@ _QUADS = _NUMBERS[np.arange(2**16)[:, None] >> np.arange(0, 16, 4) & 15].view(np
 _FIRST, _LAST = 2, 252
 
 
-def dequantised(source: WeightSource, settings: dict[str, Any] | None) -> WeightSource:
+def dequantised(source: WeightSource, settings: Any) -> WeightSource:
     """Returns a source of floats.
 
     Args:
@@ -42,17 +43,23 @@ def dequantised(source: WeightSource, settings: dict[str, Any] | None) -> Weight
       InputError: the tensors are not as the settings say, or settings have a value that is not
         supported.
     """
-    method = (settings or {}).get("quant_method")
+    method = method_of(settings)
     if method == "mxfp4":
         return Mxfp4Source(source)
     return Fp8Source(source, settings) if method == "fp8" else source
 
 
+def method_of(settings: Any) -> str | None:
+    """Returns the method that a `quantization_config` states; None if there is none."""
+    return settings.get("quant_method") if isinstance(settings, dict) else settings or None
+
+
 class Fp8Source:
     """A source whose FP8 matrices are float32 ones, the products of numbers and scales."""
 
-    def __init__(self, source: WeightSource, settings: dict[str, Any]):
+    def __init__(self, source: WeightSource, settings: Any):
         self.path, self._source = source.path, source
+        settings = settings if isinstance(settings, dict) else {}
         block, scheme = settings.get("weight_block_size"), settings.get("activation_scheme")
         is_block = isinstance(block, list) and [type(size) for size in block] == [int, int]
         if not is_block or min(block) < 1 or scheme not in (None, "dynamic"):
@@ -114,8 +121,9 @@ class Mxfp4Source:
 
     def _shape(self, name: str) -> tuple[int, int, int]:
         blocks, scales = (self._source.tensors.get(name + part) for part in (_BLOCKS, _SCALES))
-        fits = len(blocks.shape) == 4 and blocks.shape[-1] == _GROUP // 2 and blocks.dtype == "U8"
-        if not fits or scales != TensorInfo(blocks.shape[:-1], "U8"):
+        fits = len(blocks.shape) == 4 and blocks.shape[-1] == _GROUP // 2
+        is_bytes = blocks.dtype in _BYTES and scales is not None and scales.dtype in _BYTES
+        if not (fits and is_bytes and scales.shape == blocks.shape[:-1]):
             raise InputError(
                 f"{self.path}: {name}{_BLOCKS} ({blocks.dtype} {list(blocks.shape)}) and"
                 f" {name}{_SCALES} ({scales and f'{scales.dtype} {list(scales.shape)}'}) are not as"

@@ -13,6 +13,7 @@ talk.say("Who is the harbour master?").passages     # what was read for this ans
 
 import copy
 import dataclasses
+import hashlib
 import json
 import os
 import zipfile
@@ -28,7 +29,7 @@ from lcjax.attention import Pattern
 from lcjax.checkpoints.hf_config import announced_length
 from lcjax.checkpoints.tokenizer import check_template_variables, encode_mid_text
 from lcjax.errors import InputError, check_integer
-from lcjax.files import atomic_file
+from lcjax.files import atomic_file, sha256
 from lcjax.generation.contexts import ContextRow, Contexts
 from lcjax.generation.generate import Piece, RowText
 from lcjax.generation.language_model import LanguageModel
@@ -56,11 +57,32 @@ from lcjax.storage import to_path
 # Attributes of a conversation that a file has as they are, without the underscore.
 _SAVED = (
     *("ids", "chat_text", "ends_with_stop", "num_generated", "num_read", "num_cut"),
-    *("chunk", "variables", "allow_special"),
+    *("chunk", "variables", "allow_special", "projected"),
 )
+_FORMAT = 1  # of the file
 _STATE = "conversation"  # the member of a file with all but the arrays of the cache
 # Fields of a model that change no array of its cache.
 _FREE = ("context_parallel", "context_group", "extended_length", "family", "remat")
+
+
+def _digest_of(tree: Any) -> str:
+    """Returns the SHA-256 of the arrays of a tree, and of its structure."""
+    leaves, structure = jax.tree.flatten(tree)
+    found = hashlib.sha256(str(structure).encode())
+    for leaf in leaves:
+        found.update(distributed.gather(leaf).tobytes())
+    return found.hexdigest()
+
+
+def _described(name: str, value: Any) -> Any:
+    """Returns JSON that differs if a field of a config does; of a file it has the content."""
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        inner = {field.name: _described(field.name, getattr(value, field.name)) for field in fields}
+        return [type(value).__name__, inner]
+    if name == "file" and value is not None:
+        return sha256(to_path(value))
+    return repr(value)
 
 
 class Conversation:
@@ -183,19 +205,29 @@ class Conversation:
                 f"{file}: a conversation with an encoded context is not saved; keep its texts, or"
                 " go on from a copy()"
             )
+        try:
+            json.dumps(self._variables)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"chat_template_kwargs={self._variables!r:.60} cannot be written to a file"
+                f" ({error}); use text, numbers, lists and dicts"
+            ) from None
         cache, arrays = cache_lib.state_of(
             self._session.cache, self._make_cache(cache_lib.abstract_cache)
         )
-        state = {name: getattr(self, f"_{name}") for name in _SAVED}
+        state = {name: getattr(self, f"_{name}") for name in _SAVED} | {"format": _FORMAT}
         state |= {"length": self.length, "messages": self.messages, "cache": cache}
         state |= {"passages_read": sorted(self._passages_read), "made_by": self._made_by()}
         state["arrays"] = [(str(x.dtype), x.shape) for x in arrays]
-        if not distributed.is_main_process():
-            return
-        with atomic_file(file, "wb") as out:
-            # NumPy has no bfloat16 and no float8 in files.
-            data = {str(number): np.ravel(x).view(np.uint8) for number, x in enumerate(arrays)}
-            np.savez(out, **{_STATE: np.frombuffer(json.dumps(state).encode(), np.uint8)}, **data)
+        try:
+            if distributed.is_main_process():
+                text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+                # NumPy has no bfloat16 and no float8 in files.
+                data = {str(number): np.ravel(x).view(np.uint8) for number, x in enumerate(arrays)}
+                with atomic_file(file, "wb") as out:
+                    np.savez(out, **{_STATE: text}, **data)
+        finally:
+            distributed.barrier("conversation")
 
     @classmethod
     def open(
@@ -220,21 +252,32 @@ class Conversation:
         try:
             with to_path(file).open("rb") as opened, np.load(opened) as data:
                 state = json.loads(data[_STATE].tobytes())
+                if state["format"] != _FORMAT:
+                    raise InputError(
+                        f"{file}: has format {state['format']!r:.20}, and this version reads"
+                        f" {_FORMAT}; open it with the version that wrote it"
+                    )
                 arrays = [
                     data[str(number)].view(jnp.dtype(dtype)).reshape(shape)
                     for number, (dtype, shape) in enumerate(state["arrays"])
                 ]
-        except FileNotFoundError as error:
-            raise InputError(f"{file}: no such file; write one with save") from error
-        except (KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        except InputError:
+            raise
+        except OSError as error:
+            raise InputError(f"{file}: cannot be read ({error.strerror or error})") from error
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            EOFError,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as error:
             raise InputError(
                 f"{file}: no file of a conversation, or damaged ({error}); begin a new one"
             ) from error
-        options = {
-            "chat_template_kwargs": state["variables"],
-            "allow_special": state["allow_special"],
-        }
-        options |= {"length": state["length"], "prefill_chunk": state["chunk"]}
+        options = {"chat_template_kwargs": state["variables"], "prefill_chunk": state["chunk"]}
+        options |= {name: state[name] for name in ("allow_special", "length", "projected")}
         talk = cls(lm, retriever=retriever, k=k, **options)
         made_by = talk._made_by()
         others = [name for name, old in state["made_by"].items() if old != made_by.get(name)]
@@ -246,7 +289,9 @@ class Conversation:
         for name in _SAVED:
             setattr(talk, f"_{name}", state[name])
         talk.messages, talk._passages_read = state["messages"], set(state["passages_read"])
-        cache = cache_lib.restore(state["cache"], arrays, talk._session.cache, lm.mesh)
+        # The empty cache is released before the other one takes its memory.
+        talk._session.cache = empty = talk._make_cache(cache_lib.abstract_cache)
+        cache = cache_lib.restore(state["cache"], arrays, empty, lm.mesh)
         talk._session = dataclasses.replace(talk._session, cache=cache)
         return talk
 
@@ -259,7 +304,12 @@ class Conversation:
             "tokenizer": self.lm.tokenizer.fingerprint,
             "mesh": [kind.parts for kind in cache.kinds],  # slots of devices have another order
             "rows": self._num_rows,
-        } | {f"model.{name}": repr(getattr(config, name)) for name in fields if name not in _FREE}
+            "rope": _digest_of(self._session.rotation),
+        } | {
+            f"model.{name}": _described(name, getattr(config, name))
+            for name in fields
+            if name not in _FREE
+        }
 
     def add_context(self, context: ContextRow) -> None:
         """Adds a context for the next turns; only the new context is encoded."""

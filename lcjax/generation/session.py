@@ -486,6 +486,10 @@ class CachedPrefix(NamedTuple):
     lm: InferenceModel  # the model that read it
     length: int  # number of tokens that its rotation was made for
 
+    def __repr__(self) -> str:
+        cut = ", some of them evicted" if self.is_compressed else ""
+        return f"{type(self).__name__}({self.tokens:,} tokens{cut}, for texts of {self.length:,})"
+
     @property
     def tokens(self) -> int:
         return len(self.ids)

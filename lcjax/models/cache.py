@@ -10,7 +10,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import draccus
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -643,16 +642,21 @@ def restore(
 
 
 def _changes(kind: LayerCache, before: LayerCache) -> dict[str, Any]:
-    """Returns the fields of a cache that have changed, with those of caches inside of it."""
+    """Returns the fields of a cache that have changed, with those of caches inside of it.
+
+    A method that takes the place of another one (`phases`) is named by the field that had it.
+    """
     changes = {}
     for field in dataclasses.fields(kind):
         new, old = getattr(kind, field.name), getattr(before, field.name)
         if isinstance(new, LayerCache):
             new, old = _changes(new, old), {}
-        if new != old:  # another method in the cases of `phases`
-            changes[field.name] = (
-                draccus.encode(new, CacheMethod) if isinstance(new, CacheMethod) else new
-            )
+        if new == old:
+            continue
+        if isinstance(new, CacheMethod):
+            fields = dataclasses.fields(before)
+            new = {"was": next(x.name for x in fields if getattr(before, x.name) == new)}
+        changes[field.name] = new
     return changes
 
 
@@ -662,7 +666,7 @@ def _changed(kind: LayerCache, changes: dict[str, Any]) -> LayerCache:
     def value(old, new):
         if isinstance(old, LayerCache):
             return _changed(old, new)
-        return draccus.decode(CacheMethod, new) if isinstance(new, dict) else new
+        return getattr(kind, new["was"]) if isinstance(new, dict) else new
 
     fields = {name: value(getattr(kind, name), new) for name, new in changes.items()}
     return dataclasses.replace(kind, **fields)

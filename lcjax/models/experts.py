@@ -224,6 +224,11 @@ def mixture(
             for name in Kernels._fields
         ),
     )
+    if "tensor" not in spread_over(_codes(specs.down, storage)):
+        # Blocks of codes are whole on a device, and these do not divide: nor may hidden units.
+        specs, bias_specs = jax.tree.map(
+            _without_tensor, (specs, bias_specs), is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
     return jax.shard_map(
         functools.partial(compute, layout=_ExpertLayout(spread_over(tokens), specs, storage)),
         mesh=mesh,
@@ -231,6 +236,11 @@ def mixture(
         out_specs=(tokens, PartitionSpec()),
         check_vma=False,
     )(x, router, kernels, counted, biases)
+
+
+def _without_tensor(spec: PartitionSpec) -> PartitionSpec:
+    cuts = (spread_over(PartitionSpec(cut)) for cut in spec)
+    return PartitionSpec(*(tuple(axis for axis in cut if axis != "tensor") or None for cut in cuts))
 
 
 def _codes(kernel: Any, storage: WeightStorage | None) -> Any:

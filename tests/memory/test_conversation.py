@@ -1,5 +1,6 @@
 """A conversation reads every turn once, and equals reading all of it at once where it can."""
 
+import datetime
 import types
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 from tiny_lm import sharp_lm
 
 from lcjax.attention import Landmark, Quest, Streaming
+from lcjax.attention.policies import DuoAttention
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.errors import InputError
 from lcjax.generation import contexts as contexts_lib
@@ -17,6 +19,7 @@ from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
 from lcjax.memory import CepeSection
 from lcjax.parallel.sharding import Mesh
+from lcjax.rope import DynamicNTK
 
 GREEDY = Sampling(max_new_tokens=5, min_new_tokens=5)
 PASSAGES = ["The harbour was quiet that morning.", "A gull walked along the wall."]
@@ -240,10 +243,42 @@ def test_a_saved_chat_goes_on_as_if_it_had_not_ended(lm, tmp_path):
         with pytest.raises(InputError, match="no file of a conversation, or damaged") as caught:
             Conversation.open(talk.lm, file)
         assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match="none: no such file"):
+    with pytest.raises(InputError, match="none: cannot be read .No such file"):
         Conversation.open(talk.lm, tmp_path / "none")
     with pytest.raises(InputError, match="encoded context is not saved"):
         Conversation(lm, context=PASSAGES).save(file)
+
+
+def test_a_file_is_opened_with_the_rotation_and_the_files_of_its_method(tmp_path, monkeypatch):
+    """Nothing was read yet, so nothing is compiled."""
+    file, heads = tmp_path / "talk", tmp_path / "heads.json"
+    dynamic = sharp_lm(rope=DynamicNTK(factor=2.0, original_length=64))
+    Conversation(dynamic, length=200).save(file)
+    assert Conversation.open(dynamic, file).length == 200
+    with pytest.raises(InputError, match="written with another rope; open it with the same"):
+        Conversation.open(dynamic.with_method(length=4096), file)
+    heads.write_text("[[0.9, 0.1], [0.2, 0.8]]")
+    duo = sharp_lm().with_method(cache=DuoAttention(str(heads), sinks=3, recent=17))
+    Conversation(duo, length=200, projected=True).save(file)
+    assert Conversation.open(duo, file)._projected
+    moved = tmp_path / "elsewhere.json"
+    moved.write_text(heads.read_text())
+    Conversation.open(duo.with_method(cache=DuoAttention(str(moved), sinks=3, recent=17)), file)
+    heads.write_text("[[0.1, 0.9], [0.8, 0.2]]")
+    with pytest.raises(InputError, match="written with another model.cache"):
+        Conversation.open(duo, file)
+    monkeypatch.setattr("lcjax.generation.conversation._FORMAT", 2)
+    Conversation(dynamic, length=200).save(file)
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="has format 2, and this version reads 1"):
+        Conversation.open(dynamic, file)
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    for path, words in (("array.npy", "no file of a conversation"), (".", "cannot be read")):
+        with pytest.raises(InputError, match=words):
+            Conversation.open(dynamic, tmp_path / path)
+    today = Conversation(dynamic, chat_template_kwargs={"date": datetime.date(2026, 1, 1)})
+    with pytest.raises(InputError, match="chat_template_kwargs=.* cannot be written"):
+        today.save(file)
 
 
 def test_turns_have_draws_of_their_own_and_the_first_those_of_generate():

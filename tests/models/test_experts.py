@@ -30,6 +30,7 @@ from lcjax.models.experts import (
     mixture,
 )
 from lcjax.models.lora import LoRA
+from lcjax.models.weight_storage import NF4Weights
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings
 from lcjax.rope.positions import PlainPositions
 from lcjax.training.objective import language_model
@@ -290,6 +291,17 @@ def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape):
     want = loss_and_gradients(config, None, params, batch)
     got = loss_and_gradients(config, make_mesh(shape), params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2, 1, 2), (1, 2, 2, 1, 1)], ids=str)
+def test_experts_whose_blocks_of_codes_do_not_divide_are_whole_on_every_device(shape):
+    experts = Experts(count=4, top_k=2, width=48, bias=True)  # three blocks of hidden units
+    config = CONFIG.replace(experts=experts, weights=NF4Weights(block=16, double=False))
+    mesh, params = make_mesh(Mesh(*shape), jax.devices()[:4]), random_params(config, 0)
+    tokens = text(1, 4, 8) % 64
+    want, _ = read(config, None, params, tokens)
+    got, _ = read(config, mesh, jax.device_put(params, param_shardings(mesh, params)), tokens)
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @pytest.mark.slow_except("1-sizes0")  # one program: steps of one token
