@@ -16,10 +16,12 @@ results to cache.json; a case of `memory` or `quality` that is there is not repe
 """
 
 import argparse
+import hashlib
 import json
 import os
 import platform
 import re
+import shutil
 import statistics
 import sys
 import tempfile
@@ -185,20 +187,25 @@ def speed(tokens: int, rounds: int, *names: str) -> dict:
 def quality(config: str, length: int, methods: dict[str, dict], words: list[str]) -> dict:
     """Runs an evaluation; returns the scores of needles and windows, by the keys of `methods`.
 
-    Methods that observe nothing, or the same, read each prompt once.
+    Methods that observe nothing, or the same, read each prompt once. A run that was stopped goes on
+    in the same folder.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [{**method, "name": key} for key, method in methods.items()]
-        processes.python(
-            str(processes.ROOT / "eval.py"), "--config", f"lcjax:{config}", f"--lengths=[{length}]",
-            f"--methods={json.dumps(rows)}", f"--run.folder={folder}/run", "--readings_gb=3",
-            *(f"--{word}" for word in words), **processes.CPU,
-        )  # fmt: skip
-        lines: dict[str, list[dict]] = {}
-        for path in Path(folder, "run").glob("*/*.jsonl"):
-            for line in map(json.loads, path.read_text().splitlines()):
-                lines.setdefault(line["method"], []).append(line)
-    return {key: _scores(lines[key]) for key in methods}
+    rows = [{**method, "name": key} for key, method in methods.items()]
+    call = [config, length, rows, words]
+    name = f"lcjax-cache-{hashlib.sha256(json.dumps(call).encode()).hexdigest()[:16]}"
+    folder = Path(tempfile.gettempdir(), name)
+    processes.python(
+        str(processes.ROOT / "eval.py"), "--config", f"lcjax:{config}", f"--lengths=[{length}]",
+        f"--methods={json.dumps(rows)}", f"--run.folder={folder}", "--readings_gb=3",
+        *(f"--{word}" for word in words), **processes.CPU,
+    )  # fmt: skip
+    lines: dict[str, list[dict]] = {}
+    for path in folder.glob("*/*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            lines.setdefault(line["method"], []).append(line)
+    scores = {key: _scores(lines[key]) for key in methods}
+    shutil.rmtree(folder)
+    return scores
 
 
 def _scores(lines: list[dict]) -> dict:
