@@ -187,11 +187,11 @@ def check_shapes(call: str, arrays: dict, segments, layout, sizes: dict[str, int
         if not (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)):
             dtype = getattr(x, "dtype", type(x).__name__)
             raise TypeError(f"{call}: {name} is {dtype}, must be a floating-point array")
-        found = dict(zip(axes, x.shape))
-        if x.ndim != len(axes) or any(sizes.get(a, size) != size for a, size in found.items()):
+        by_axis = dict(zip(axes, x.shape))
+        if x.ndim != len(axes) or any(sizes.get(a, size) != size for a, size in by_axis.items()):
             rule = ", ".join(f"{a} = {sizes[a]}" if a in sizes else a for a in axes)
             raise ValueError(f"{call}: {name} has shape {x.shape}, must be [{rule}]")
-        sizes |= found
+        sizes |= by_axis
     _check_layout(call, layout)
     if segments is None:
         return

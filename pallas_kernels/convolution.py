@@ -88,10 +88,10 @@ def _convolve(x, kernel, state, segments, axis: str | None):
     is_token = None if segments is None else segments != 0
 
     def tap(w):
-        taken = inputs[:, w : w + length].astype(jnp.float32) * kernel[w].astype(jnp.float32)
+        product = inputs[:, w : w + length].astype(jnp.float32) * kernel[w].astype(jnp.float32)
         if ids is None:
-            return taken
-        return jnp.where(((ids[:, w : w + length] == segments) & is_token)[..., None], taken, 0)
+            return product
+        return jnp.where(((ids[:, w : w + length] == segments) & is_token)[..., None], product, 0)
 
     y = sum(tap(w) for w in range(before + 1)).astype(x.dtype)
     last = _last_inputs(inputs, ids, before, rows)
@@ -115,13 +115,13 @@ def _rows(x, segments, axis: str | None) -> _Rows:
     is_token = jnp.ones((batch, length), bool) if segments is None else segments != 0
     first = jnp.argmax(is_token, axis=1)
     last = length - 1 - jnp.argmax(is_token[:, ::-1], axis=1)
-    here = is_token.any(1)
+    has_token = is_token.any(1)
     if axis is None:
-        return _Rows(here, here, here, first, last)
-    there, index = lax.all_gather(here, axis), lax.axis_index(axis)
-    device = jnp.arange(there.shape[0])[:, None]
-    earlier, later = ((there & side).any(0) for side in (device < index, device > index))
-    return _Rows(here & ~earlier, here & ~later, there.any(0), first, last)
+        return _Rows(has_token, has_token, has_token, first, last)
+    by_device, index = lax.all_gather(has_token, axis), lax.axis_index(axis)
+    device = jnp.arange(by_device.shape[0])[:, None]
+    earlier, later = ((by_device & side).any(0) for side in (device < index, device > index))
+    return _Rows(has_token & ~earlier, has_token & ~later, by_device.any(0), first, last)
 
 
 def _with_state(x, state, segments, rows: _Rows):

@@ -324,8 +324,8 @@ def _channel_products(q, k, log_decay, precision):
     lower, sums = jax.tree.map(lambda x: x[..., 0, :, :], (lower, (start, end, total)))
     if q is None:
         return lower[0], None, sums
-    own = jnp.sum(q * k, -1)[..., None] * jnp.eye(k.shape[-2], dtype=jnp.float32)
-    return lower[0], lower[1] + own, sums
+    diagonal = jnp.sum(q * k, -1)[..., None] * jnp.eye(k.shape[-2], dtype=jnp.float32)
+    return lower[0], lower[1] + diagonal, sums
 
 
 def _pairs(x):

@@ -68,10 +68,10 @@ _FREE = ("context_parallel", "context_group", "extended_length", "family", "rema
 def _digest_of(tree: Any) -> str:
     """Returns the SHA-256 of the arrays of a tree, and of its structure."""
     leaves, structure = jax.tree.flatten(tree)
-    found = hashlib.sha256(str(structure).encode())
+    digest = hashlib.sha256(str(structure).encode())
     for leaf in leaves:
-        found.update(distributed.gather(leaf).tobytes())
-    return found.hexdigest()
+        digest.update(distributed.gather(leaf).tobytes())
+    return digest.hexdigest()
 
 
 def _described(name: str, value: Any) -> Any:
@@ -252,17 +252,11 @@ class Conversation:
         try:
             with to_path(file).open("rb") as opened, np.load(opened) as data:
                 state = json.loads(data[_STATE].tobytes())
-                if state["format"] != _FORMAT:
-                    raise InputError(
-                        f"{file}: has format {state['format']!r:.20}, and this version reads"
-                        f" {_FORMAT}; open it with the version that wrote it"
-                    )
+                is_known = state["format"] == _FORMAT
                 arrays = [
                     data[str(number)].view(jnp.dtype(dtype)).reshape(shape)
-                    for number, (dtype, shape) in enumerate(state["arrays"])
+                    for number, (dtype, shape) in enumerate(state["arrays"] if is_known else ())
                 ]
-        except InputError:
-            raise
         except OSError as error:
             raise InputError(f"{file}: cannot be read ({error.strerror or error})") from error
         except (
@@ -276,6 +270,11 @@ class Conversation:
             raise InputError(
                 f"{file}: no file of a conversation, or damaged ({error}); begin a new one"
             ) from error
+        if not is_known:
+            raise InputError(
+                f"{file}: has format {state['format']!r:.20}, and this version reads {_FORMAT};"
+                " open it with the version that wrote it"
+            )
         options = {"chat_template_kwargs": state["variables"], "prefill_chunk": state["chunk"]}
         options |= {name: state[name] for name in ("allow_special", "length", "projected")}
         talk = cls(lm, retriever=retriever, k=k, **options)

@@ -73,8 +73,8 @@ def both(convolution, arrays):
     return jax.device_get(program([jnp.asarray(x, jnp.float32) for x in arrays]))
 
 
-def assert_agree(found, expected):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_agree(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=5e-6)
 
 
@@ -148,29 +148,29 @@ def test_values_equal_torch():
 )
 def test_a_length_over_devices_equals_one_device(sizes, is_packed):
     segments = SEGMENTS if is_packed else None
-    found = both(run(segments, layout=layout(**sizes)), inputs())
-    assert_agree(found, both(run(segments), inputs()))
+    actual = both(run(segments, layout=layout(**sizes)), inputs())
+    assert_agree(actual, both(run(segments), inputs()))
 
 
 def test_a_step_of_generation_is_computed_by_all_devices_of_a_split_length():
     x, kernel, state = (jnp.asarray(x, jnp.float32) for x in inputs())
-    found = causal_convolution(x[:, :1], kernel, state=state, layout=layout(length=8))
-    assert_agree(found, causal_convolution(x[:, :1], kernel, state=state))
+    actual = causal_convolution(x[:, :1], kernel, state=state, layout=layout(length=8))
+    assert_agree(actual, causal_convolution(x[:, :1], kernel, state=state))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_layout", [False, True])
 def test_axes_of_the_kind_explicit(with_layout):
-    given = layout(1, 2, 2, AxisType.Explicit)
+    explicit = layout(1, 2, 2, AxisType.Explicit)
     x, kernel, state = (jnp.asarray(x, jnp.float32) for x in inputs())
-    split = jax.device_put(x, jax.NamedSharding(given.mesh, jax.P(None, None, "h")))
-    options = dict(state=state, layout=given if with_layout else None)
-    found = jax.jit(lambda x: causal_convolution(x, kernel, **options))(split)
+    split = jax.device_put(x, jax.NamedSharding(explicit.mesh, jax.P(None, None, "h")))
+    options = dict(state=state, layout=explicit if with_layout else None)
+    actual = jax.jit(lambda x: causal_convolution(x, kernel, **options))(split)
     rows, length = ("r", "s") if with_layout else (None, None)
-    assert jax.typeof(found[0]).sharding.spec == jax.P(rows, length, "h")
-    assert jax.typeof(found[1]).sharding.spec == jax.P(rows, None, "h")
+    assert jax.typeof(actual[0]).sharding.spec == jax.P(rows, length, "h")
+    assert jax.typeof(actual[1]).sharding.spec == jax.P(rows, None, "h")
     known = causal_convolution(x, kernel, state=state)
-    assert_agree([np.asarray(y) for y in found], list(known))
+    assert_agree([np.asarray(y) for y in actual], list(known))
 
 
 def test_a_kernel_of_one_tap_scales_tokens():

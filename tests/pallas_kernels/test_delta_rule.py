@@ -101,10 +101,10 @@ def rule(is_packed=False, **options):
     return run
 
 
-def assert_agree(found, expected, bound=2e-6):
+def assert_agree(actual, expected, bound=2e-6):
     """Compares out, state and gradients, each by its norm."""
     names = "out", "last state", *(f"gradient of {name}" for name in NAMES)
-    pairs = zip([*found[:2], *found[2]], [*expected[:2], *expected[2]], strict=True)
+    pairs = zip([*actual[:2], *actual[2]], [*expected[:2], *expected[2]], strict=True)
     for name, (a, b) in zip(names, pairs, strict=True):
         assert a.shape == b.shape and np.all(np.isfinite(a)), name
         error = np.linalg.norm(a - b)
@@ -129,16 +129,16 @@ CASES = {
 def test_chunks_of_any_size_equal_the_recurrence_in_float64(name, chunk):
     kind, per_channel, is_packed = CASES[name]
     run = rule(is_packed, chunk=chunk)
-    found = both(run, inputs(kind, per_channel), jnp.float32)
-    assert_agree(found, oracle(kind, per_channel, is_packed))
+    actual = both(run, inputs(kind, per_channel), jnp.float32)
+    assert_agree(actual, oracle(kind, per_channel, is_packed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_several_groups_of_chunks_equal_the_recurrence(per_channel):
     t = 2 * GROUP_TOKENS + 100
-    found = both(rule(), inputs("random", per_channel, t), jnp.float32)
-    assert_agree(found, oracle("random", per_channel, False, t))
+    actual = both(rule(), inputs("random", per_channel, t), jnp.float32)
+    assert_agree(actual, oracle("random", per_channel, False, t))
 
 
 def test_a_decay_of_minus_infinity_forgets_all():
@@ -169,11 +169,11 @@ def run_alone(arrays, rows, start, stop, state=None):
 
 def test_packed_documents_equal_separate_ones():
     arrays = inputs()
-    given = jnp.asarray(arrays[5], jnp.float32)
+    initial = jnp.asarray(arrays[5], jnp.float32)
     out, last = jax.jit(rule(True))(*(jnp.asarray(x, jnp.float32) for x in arrays))
     row, pieces = slice(1, 2), [(0, 20), (20, 23), (23, 64), (64, 77)]
     for i, (start, stop) in enumerate(pieces):
-        alone, state = run_alone(arrays, row, start, stop, given[row] if i == 0 else None)
+        alone, state = run_alone(arrays, row, start, stop, initial[row] if i == 0 else None)
         np.testing.assert_allclose(out[row, start:stop], alone, atol=2e-6)
     np.testing.assert_allclose(last[row], state, atol=2e-6)
 
@@ -184,10 +184,10 @@ def test_padding_changes_nothing_and_has_output_0():
     pads = [(0, 0), (9, 11)]
     padded = [np.pad(x, pads + [(0, 0)] * (x.ndim - 2), constant_values=-3) for x in arrays[:5]]
     segments = np.pad(np.full((B, 20), 4), pads)
-    found, state = gated_delta_rule(*padded, state=arrays[5], segments=segments, chunk=16)
-    np.testing.assert_allclose(found[:, 9:29], out, atol=2e-6)
+    actual, state = gated_delta_rule(*padded, state=arrays[5], segments=segments, chunk=16)
+    np.testing.assert_allclose(actual[:, 9:29], out, atol=2e-6)
     np.testing.assert_allclose(state, last, atol=2e-6)
-    assert not np.any(found[:, :9]) and not np.any(found[:, 29:])
+    assert not np.any(actual[:, :9]) and not np.any(actual[:, 29:])
     nothing, state = gated_delta_rule(*padded, state=arrays[5], segments=np.zeros_like(segments))
     np.testing.assert_array_equal(state, arrays[5])
     assert not np.any(nothing)
@@ -243,26 +243,26 @@ def test_values_equal_transformers():
     torch = pytest.importorskip("torch")
     qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     arrays = [np.array(x, np.float32) for x in inputs()]
-    found = gated_delta_rule(*map(jnp.asarray, arrays[:5]), state=jnp.asarray(arrays[5]))
+    actual = gated_delta_rule(*map(jnp.asarray, arrays[:5]), state=jnp.asarray(arrays[5]))
     q, *rest, state = map(torch.tensor, arrays)
     options = {"initial_state": state, "output_final_state": True}
     for reference in (qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule):
         # It scales queries by K ** -0.5.
         out, last = reference(q * K**0.5, *rest, **options)
-        np.testing.assert_allclose(found[0], out, atol=2e-5)
-        np.testing.assert_allclose(found[1], last, atol=2e-5)
+        np.testing.assert_allclose(actual[0], out, atol=2e-5)
+        np.testing.assert_allclose(actual[1], last, atol=2e-5)
 
 
 def test_values_of_decays_of_channels_equal_transformers():
     torch = pytest.importorskip("torch")
     kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
     arrays = [np.array(x, np.float32) for x in inputs(per_channel=True)]
-    found = gated_delta_rule(*map(jnp.asarray, arrays[:5]), state=jnp.asarray(arrays[5]))
+    actual = gated_delta_rule(*map(jnp.asarray, arrays[:5]), state=jnp.asarray(arrays[5]))
     q, *rest, state = map(torch.tensor, arrays)
     options = {"initial_state": state, "output_final_state": True}
     out, last = kimi.recurrent_kimi_delta_attention(q * K**0.5, *rest, **options)
-    np.testing.assert_allclose(found[0], out, atol=2e-5)
-    np.testing.assert_allclose(found[1], last, atol=2e-5)
+    np.testing.assert_allclose(actual[0], out, atol=2e-5)
+    np.testing.assert_allclose(actual[1], last, atol=2e-5)
 
 
 def layout(rows=1, heads=1, length=1, kind=AxisType.Auto, **options):
@@ -315,34 +315,35 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_length_over_devices_equals_one_device(name, per_channel, is_packed):
     run = wide(is_packed, layout=layout(**LAYOUTS[name]))
-    found = both(run, inputs("random", per_channel, WIDE), jnp.float32)
-    assert_agree(found, on_one_device(per_channel, is_packed), bound=4e-6)
+    actual = both(run, inputs("random", per_channel, WIDE), jnp.float32)
+    assert_agree(actual, on_one_device(per_channel, is_packed), bound=4e-6)
 
 
 def test_a_step_of_generation_is_computed_by_all_devices_of_a_split_length():
     arrays = [jnp.asarray(x[:, :1], jnp.float32) for x in inputs()[:5]]
     state = jnp.asarray(inputs()[5], jnp.float32)
-    found = gated_delta_rule(*arrays, state=state, layout=layout(length=8))
-    for a, b in zip(found, gated_delta_rule(*arrays, state=state), strict=True):
+    actual = gated_delta_rule(*arrays, state=state, layout=layout(length=8))
+    for a, b in zip(actual, gated_delta_rule(*arrays, state=state), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_layout", [False, True])
 def test_axes_of_the_kind_explicit(with_layout):
-    given = layout(2, 2, 2, AxisType.Explicit)
+    explicit = layout(2, 2, 2, AxisType.Explicit)
     arrays = [jnp.asarray(x, jnp.float32) for x in inputs(t=WIDE)]
     known = gated_delta_rule(*arrays[:5], state=arrays[5])
     spec = jax.P("rows", None, "heads"), jax.P("rows", "heads")
     split = [
-        jax.device_put(x, jax.NamedSharding(given.mesh, spec[i == 5])) for i, x in enumerate(arrays)
+        jax.device_put(x, jax.NamedSharding(explicit.mesh, spec[i == 5]))
+        for i, x in enumerate(arrays)
     ]
-    run = functools.partial(gated_delta_rule, layout=given if with_layout else None)
-    found = jax.jit(lambda *x: run(*x[:5], state=x[5]))(*split)
+    run = functools.partial(gated_delta_rule, layout=explicit if with_layout else None)
+    actual = jax.jit(lambda *x: run(*x[:5], state=x[5]))(*split)
     length = "length" if with_layout else None
-    assert jax.typeof(found[0]).sharding.spec == jax.P("rows", length, "heads", None)
-    assert jax.typeof(found[1]).sharding.spec == jax.P("rows", "heads", None, None)
-    for a, b in zip(found, known, strict=True):
+    assert jax.typeof(actual[0]).sharding.spec == jax.P("rows", length, "heads", None)
+    assert jax.typeof(actual[1]).sharding.spec == jax.P("rows", "heads", None, None)
+    for a, b in zip(actual, known, strict=True):
         np.testing.assert_allclose(np.asarray(a), b, atol=2e-6)
 
 

@@ -179,8 +179,8 @@ class HeadGroups(LayerCache):
             group_arrays = of_prefix(arrays, prefix)
             queries = of_heads(q, heads)
             pair, place = (k[:, :, heads], v[:, :, heads]), group_view.update_metadata(metadata)
-            own = [[of_heads(x, heads) for x in partial] for partial in partials]
-            place = place.replace(extra_partials=own)
+            of_group = [[of_heads(x, heads) for x in partial] for partial in partials]
+            place = place.replace(extra_partials=of_group)
             out, group_arrays = kind.attend(
                 group_arrays, queries, *pair, pattern, group_view, place
             )
