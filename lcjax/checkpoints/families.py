@@ -119,6 +119,7 @@ def unrotated(hf: dict[str, Any]) -> list[bool]:
     return [not layer for layer in rotated]
 
 
+_EPSILON = Key("rms_norm_eps", ("norm_epsilon",), 1e-5)  # of classes whose default is not Llama's
 _ATTENTION_BIAS = Key("attention_bias", ("qkv_bias", "out_bias"), False)
 _MLP_BIAS = Key("mlp_bias", ("mlp_bias",), False)
 _QWEN_LAYERS = {"windows": "types", "window_switch": True, "default_types": _from_layer}
@@ -151,7 +152,6 @@ def _gemma_keys(logit_cap: float | None) -> tuple[Key, ...]:
 # transformers' Gemma 3 has the key and ignores it.
 _ATTENTION_CAP = Key("attn_logit_softcapping", ("attention_soft_cap",), 50.0)
 _OLMO = {"norm_place": "after", "qk_norm": "all"}
-_OLMO_EPSILON = Key("rms_norm_eps", ("norm_epsilon",), 1e-5)
 
 
 def _expert_keys(count: str, default: int, top_k: int, balance: float) -> tuple[Key, ...]:
@@ -227,7 +227,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
-        epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),
+        epsilon=_EPSILON,
         rotary_fraction=1.0,
         own_head_dim=False,
         windows="all",
@@ -252,9 +252,9 @@ FAMILIES: dict[str, Family] = {
             *(_ATTENTION_BIAS, _MLP_BIAS),
         ),
     ),
-    "olmo2": Family("Olmo2ForCausalLM", _OLMO, (_ATTENTION_BIAS,), _OLMO_EPSILON),
+    "olmo2": Family("Olmo2ForCausalLM", _OLMO, (_ATTENTION_BIAS,), _EPSILON),
     "olmo3": Family(
-        *("Olmo3ForCausalLM", _OLMO, (_ATTENTION_BIAS,), _OLMO_EPSILON),
+        *("Olmo3ForCausalLM", _OLMO, (_ATTENTION_BIAS,), _EPSILON),
         theta=500_000.0,
         windows="types",
         default_types=_every(4),
@@ -288,7 +288,7 @@ FAMILIES: dict[str, Family] = {
         "ArceeForCausalLM",
         {"activation": "relu2", "gated_mlp": False},
         keys=(_ATTENTION_BIAS, _MLP_BIAS),
-        epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),
+        epsilon=_EPSILON,
     ),
     "seed_oss": Family(
         "SeedOssForCausalLM",
@@ -302,7 +302,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": Family(
         "Ernie4_5ForCausalLM",
         keys=(Key("use_bias", ("qkv_bias", "out_bias", "mlp_bias"), False),),
-        epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),
+        epsilon=_EPSILON,
         head_dim=128,
         tied=True,
         theta=500_000.0,
@@ -342,14 +342,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "exaone4": Family(
         *("Exaone4ForCausalLM", {"norm_place": "after", "qk_norm": "head"}),
-        epsilon=_OLMO_EPSILON,
+        epsilon=_EPSILON,
         windows="types",
         default_types=_stated_period(4),
         unrotated_layers="full beside windows",
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM",
-        epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),
+        epsilon=_EPSILON,
         head_dim=128,
         windows="all",
         window=None,
@@ -366,7 +366,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
-        epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),
+        epsilon=_EPSILON,
         theta=1_000_000.0,
         windows="all",
         window=None,
@@ -390,7 +390,7 @@ FAMILIES: dict[str, Family] = {
         only={"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
     ),
     "olmoe": Family(
-        *("OlmoeForCausalLM", {"qk_norm": "all"}, (_ATTENTION_BIAS,), _OLMO_EPSILON),
+        *("OlmoeForCausalLM", {"qk_norm": "all"}, (_ATTENTION_BIAS,), _EPSILON),
         own_head_dim=False,
         experts=(*_expert_keys("num_experts", 64, 8, 0.01), _NORMALIZE),
         only={"clip_qkv": (None,)},
@@ -398,7 +398,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(
         *("GptOssForCausalLM", {"attention_sinks": True}),
         keys=(Key("attention_bias", ("qkv_bias", "out_bias"), True),),
-        epsilon=Key("rms_norm_eps", ("norm_epsilon",), 1e-5),
+        epsilon=_EPSILON,
         head_dim=64,
         theta=150_000.0,
         default_rope={
