@@ -50,9 +50,12 @@ def causal_convolution(
 
     Raises:
       TypeError: x or kernel has no floating-point dtype, or segments are not integers.
-      ValueError: shapes do not match, or devices have fewer than W - 1 tokens each.
+      ValueError: shapes do not match, the kernel has no taps, or devices have fewer than W - 1
+        tokens each.
     """
     taps = kernel.shape[0] if getattr(kernel, "ndim", 0) else 1
+    if not taps:
+        raise ValueError(f"causal_convolution: kernel has shape {kernel.shape}; give it a tap")
     arrays = {"x": (x, "BTC"), "kernel": (kernel, "WC"), "state": (state, "BPC")}
     check_shapes("causal_convolution", arrays, segments, layout, {"P": taps - 1})
     if state is None:

@@ -88,13 +88,18 @@ def gated_delta_rule(
 
     Raises:
       TypeError: an array has no floating-point dtype, or segments are not integers.
-      ValueError: shapes do not match, chunk is no power of 2, or the layout cannot split the
-        length.
+      ValueError: shapes do not match, there are no heads or no key channels, chunk is no power of
+        2, or the layout cannot split the length.
     """
     axes = "BTN" if getattr(log_decay, "ndim", 3) == 3 else "BTNK"
     arrays = {"q": (q, "BTNK"), "k": (k, "BTNK"), "v": (v, "BTNV"), "log_decay": (log_decay, axes)}
     arrays |= {"beta": (beta, "BTN"), "state": (state, "BNKV")}
     check_shapes("gated_delta_rule", arrays, segments, layout)
+    if 0 in q.shape[2:]:
+        raise ValueError(
+            f"gated_delta_rule: q has shape {q.shape}; neither its heads nor its key channels may"
+            " be 0"
+        )
     chunk = integer("gated_delta_rule: chunk", chunk, 1)
     if chunk & (chunk - 1):
         near = 1 << chunk.bit_length()

@@ -195,6 +195,7 @@ def test_bfloat16_inputs_are_summed_in_float32():
         (ValueError, r"kernel has shape \(4, 5\), must be \[W, C = 4\]", {"kernel": (W, 5)}),
         (ValueError, r"state has shape .* must be \[B = 3, P = 3, C = 4\]", {"state": (B, 4, C)}),
         (ValueError, r"x has shape \(3, 4\)", {"x": (B, C)}),
+        (ValueError, r"kernel has shape \(0, 4\); give it a tap", {"kernel": (0, C)}),
     ],
 )
 def test_wrong_shapes_raise_errors_that_name_the_argument(error, message, change):

@@ -402,6 +402,16 @@ def test_wrong_arguments_raise_errors_that_name_the_argument(error, message, cha
         gated_delta_rule(**(arrays | change))
 
 
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize(("heads", "channels"), [(0, 4), (2, 0), (0, 0)])
+@pytest.mark.parametrize("t", [0, 1, 3])
+def test_no_heads_or_no_key_channels_raise_value_error(t, heads, channels, per_channel):
+    q, v = jnp.ones((1, t, heads, channels)), jnp.ones((1, t, heads, 5))
+    log_decay = jnp.zeros(q.shape if per_channel else q.shape[:3])
+    with pytest.raises(ValueError, match="neither its heads nor its key channels may be 0"):
+        gated_delta_rule(q, q, v, log_decay, jnp.ones(q.shape[:3]))
+
+
 def test_a_length_that_devices_cannot_share_raises_value_error():
     arrays = [jnp.asarray(x, jnp.float32) for x in inputs()[:5]]
     with pytest.raises(ValueError, match="77 .* cannot be split over the 8 devices.*80"):
