@@ -111,6 +111,13 @@ def _from_layer(hf: dict[str, Any]) -> list[str]:
     return [FULL if i < full else SLIDING for i in range(hf["num_hidden_layers"])]
 
 
+def _even_layers_before(hf: dict[str, Any]) -> list[str]:
+    """Returns a window for layers of even numbers before `max_window_layers` (Qwen2-MoE)."""
+    last = hf.get("max_window_layers", 28)
+    count = hf["num_hidden_layers"]
+    return [SLIDING if i % 2 == 0 and i < last else FULL for i in range(count)]
+
+
 def unrotated(hf: dict[str, Any]) -> list[bool]:
     """Returns whether each layer of a family with `unrotated_layers` has no rotation."""
     interval = hf.get("no_rope_layer_interval", 4)
@@ -378,6 +385,20 @@ FAMILIES: dict[str, Family] = {
             "mlp.experts.*.up_proj": "block_sparse_moe.experts.*.w3",
             "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.w2",
         },
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        keys=(Key("qkv_bias", ("qkv_bias",), True),),
+        windows="types",
+        window_switch=True,
+        default_types=_even_layers_before,
+        experts=(
+            *(*_expert_keys("num_experts", 60, 4, 0.001), _NORMALIZE),
+            Key("moe_intermediate_size", ("width",), 1_408, write=lambda _, c: c.expert_width),
+            Key("shared_expert_intermediate_size", ("shared_width",), 5_632),
+        ),
+        fixed_experts={"shared_gate": True},
+        only={"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
     ),
     "qwen3_moe": Family(
         *("Qwen3MoeForCausalLM", {"qk_norm": "head"}, (_ATTENTION_BIAS,)),

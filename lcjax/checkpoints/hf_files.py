@@ -123,6 +123,7 @@ FAMILY_TYPES = {
     **dict.fromkeys(
         (
             "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+            "shared_expert_intermediate_size",
         ),
         _COUNT,
     ),
@@ -135,7 +136,7 @@ FAMILY_TYPES = {
         _POSITIVE,
     ),
     "router_aux_loss_coef": _NUMBER,
-    "norm_topk_prob": _FLAG,
+    **dict.fromkeys(("norm_topk_prob", "qkv_bias"), _FLAG),
     "sliding_window_pattern": _PERIOD,
 }  # fmt: skip
 # Null switches these off; if they are absent, some families have them.

@@ -7,9 +7,10 @@ leading axis L under `layers/`. Besides the usual letters, P counts pairs of rot
 the hidden width of CLEX's learned frequencies and O the width of the dense layer before masked
 logits. Rows and letters of a memory are in its own module (`Memory.hf_rows`).
 
-E counts experts, whose width is F. A name with `*` stands for one tensor per expert, with the
-expert's number for `*`; the row describes their concatenation along the leading axis. A name that
-ends with `[0::2]` or `[1::2]` stands for every second entry of a tensor's last axis.
+E counts experts, whose width is F; S is the width of a shared expert. A name with `*` stands for
+one tensor per expert, with the expert's number for `*`; the row describes their concatenation along
+the leading axis. A name that ends with `[0::2]` or `[1::2]` stands for every second entry of a
+tensor's last axis.
 
 `"a|b"` is one tensor that the released class holds under two names. A checkpoint may store it under
 either name, or under both with equal values; both are written.
@@ -29,6 +30,7 @@ from lcjax.models.model_config import ModelConfig
 # Weights and biases of the decoder. The last column is the condition on the config: one of its
 # fields, or a flag of `_rows`. Rows whose path begins with `layers/` occur once per layer.
 _ATTENTION, _MLP, _EXPERTS = "layers/attention", "layers/mlp", "layers/mlp/experts"
+_SHARED = "layers/mlp/shared"
 _DECODER = (
     ("model.embed_tokens.weight", "V,D", "embed/embedding", "VD", ""),
     ("input_layernorm.weight", "D", f"{_ATTENTION}_norm/scale", "D", "before"),
@@ -69,6 +71,10 @@ _DECODER = (
     ("mlp.experts.gate_up_proj_bias[1::2]", "E,F", f"{_EXPERTS}/up/bias", "EF", "expert_bias"),
     ("mlp.experts.down_proj", "E,F,D", f"{_EXPERTS}/down/kernel", "EFD", "expert_bias"),
     ("mlp.experts.down_proj_bias", "E,D", f"{_EXPERTS}/down/bias", "ED", "expert_bias"),
+    ("mlp.shared_expert.gate_proj.weight", "S,D", f"{_SHARED}/gate/kernel", "DS", "shared"),
+    ("mlp.shared_expert.up_proj.weight", "S,D", f"{_SHARED}/up/kernel", "DS", "shared"),
+    ("mlp.shared_expert.down_proj.weight", "D,S", f"{_SHARED}/down/kernel", "SD", "shared"),
+    ("mlp.shared_expert_gate.weight", "1,D", f"{_SHARED}_gate/kernel", "D1", "shared_gate"),
     ("model.norm.weight", "D", "final_norm/scale", "D", ""),
     ("model.norm.bias", "D", "final_norm/bias", "D", "norm_biases"),
     ("lm_head.weight", "V,D", "head/kernel", "DV", "untied"),
@@ -283,7 +289,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
         "O": config.width,
     }
     if config.experts is not None:
-        sizes["E"] = config.experts.count
+        sizes |= {"E": config.experts.count, "S": config.experts.shared_width, "1": 1}
     if config.rope.learned:
         sizes |= {"P": config.rotary_dim // 2, "M": config.rotary_dim * config.rope.param_factor}
     return sizes
@@ -306,6 +312,8 @@ def _rows(config: ModelConfig) -> Iterator[TensorRow]:
         "one_mlp": config.experts is None,
         "expert_bias": config.experts is not None and config.experts.bias,
         "one by one": config.experts is not None and not config.experts.bias,
+        "shared": config.experts is not None and config.experts.shared_width is not None,
+        "shared_gate": config.experts is not None and config.experts.shared_gate,
         "gate": config.experts is None and config.gated_mlp,
         "gate_bias": config.gated_mlp and config.mlp_bias,
     }

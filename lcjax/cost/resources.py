@@ -405,8 +405,10 @@ def generation_memory(
     local_rows = rows_of_device(rows, sizes)
     local = _local_config(config, sizes)
     # The widest moment of a layer: two feed-forward activations, or q, k, v and the output.
-    hidden = 2 * local.expert_width * (local.experts.top_k if local.experts else 1)
-    channels = max(hidden, 2 * (local.num_heads + local.num_kv_heads) * local.head_dim)
+    hidden = local.expert_width
+    if local.experts is not None:
+        hidden = max(hidden * local.experts.top_k, local.experts.shared_width or 0)
+    channels = 2 * max(hidden, (local.num_heads + local.num_kv_heads) * local.head_dim)
     tokens = local_rows * min(chunk, length)
     size = config.compute_dtype().itemsize
     shape = cache_lib.layer_shape(config)
@@ -511,8 +513,10 @@ def _local_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
         # Each device of the expert axis has rows for the tokens of all devices of that axis.
         exchanged = sizes["expert"] if experts.count % sizes["expert"] == 0 else 1
         top_k = min(experts.top_k * exchanged, experts.count)
-        width = divided(config.expert_width, tensor)
-        experts = dataclasses.replace(experts, top_k=top_k, width=width)
+        widths = {"width": divided(config.expert_width, tensor)}
+        if experts.shared_width is not None:
+            widths["shared_width"] = divided(experts.shared_width, tensor)
+        experts = dataclasses.replace(experts, top_k=top_k, **widths)
     return config.replace(
         num_heads=heads, num_kv_heads=shared, mlp_width=width, experts=experts, memory=memory
     )

@@ -3,7 +3,9 @@
     p = softmax(x Wr) over all E experts,   y = sum over the k largest p_e of  s_e MLP_e(x)
 
 with s_e = p_e, or p_e over their sum (Shazeer et al. 2017, arXiv 1701.06538; Mixtral, Jiang et al.
-2024, arXiv 2401.04088, sec. 2.1; OLMoE, Muennighoff et al. 2024, arXiv 2409.02060, sec. 2).
+2024, arXiv 2401.04088, sec. 2.1; OLMoE, Muennighoff et al. 2024, arXiv 2409.02060, sec. 2). All
+tokens also pass a shared expert if the model has one (DeepSeekMoE, Dai et al. 2024, arXiv
+2401.06066, sec. 3.2); this is a plain MLP (`lcjax.models.layers.SparseMLP`).
 
 No token is dropped. The (token, expert) pairs are sorted by expert into groups of rows, each of
 which starts at a multiple of a block, and `grouped_matmul` multiplies every block by the weights of
@@ -44,6 +46,8 @@ class Experts:
     top_k: PositiveInt = 2  # experts that compute a token
     width: PositiveInt | None = None  # F of an expert; null: `model.mlp_width`
     normalize: bool = True  # whether the weights of a token's experts are divided by their sum
+    shared_width: PositiveInt | None = None  # F of an expert that all tokens pass; null: none
+    shared_gate: bool = False  # whether its output is multiplied by sigmoid(x w), w [D, 1] (Qwen)
     bias: bool = False  # of the router and of all experts (gpt-oss)
     # c: a gate of at most c and an up-projection of -c ... c, as gate sigmoid(alpha gate) (up + 1)
     # (gpt-oss); null: activation(gate) up
@@ -57,6 +61,11 @@ class Experts:
         if self.top_k > self.count:
             raise InputError(
                 f"experts.top_k={self.top_k} must be at most experts.count={self.count}"
+            )
+        if self.shared_gate and self.shared_width is None:
+            raise InputError(
+                "experts.shared_gate=true multiplies the output of a shared expert, and"
+                " experts.shared_width is null; set the width of this expert, or leave the gate out"
             )
 
 

@@ -504,7 +504,7 @@ class MLP(nn.Module):
 
 
 class Kernel(nn.Module):
-    """Creates a weight without applying it: a router [D, E], or one of all experts [E, D, F]."""
+    """Creates a weight without applying it: [D, E] of a router, or [E, D, F] of all experts."""
 
     shape: tuple[int, ...]  # the axis before the last is the contracted one
     config: ModelConfig
@@ -516,7 +516,7 @@ class Kernel(nn.Module):
         spread = nn.initializers.normal(self.shape[-2] ** -0.5)
         storage, dtype = self.config.weights, jnp.dtype(self.config.param_dtype)
         init = functools.partial(spread, shape=self.shape, dtype=dtype)
-        if storage is not None and len(self.shape) > 2:  # else a router
+        if storage is not None and len(self.shape) > 2:  # else a router or a gate
             floats = init
             init = lambda key: jax.vmap(storage.quantise)(floats(key))  # noqa: E731
         kernel, bias = self.param("kernel", init), None
@@ -543,7 +543,7 @@ class ExpertKernels(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A mixture of experts in place of an MLP (`lcjax.models.experts`)."""
+    """A mixture of experts in place of an MLP (`lcjax.models.experts`), and a shared expert."""
 
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None
@@ -558,7 +558,7 @@ class SparseMLP(nn.Module):
         router, bias = Kernel((c.width, c.experts.count), c, c.experts.bias, name="router")()
         kernels, biases = ExpertKernels(c, name="experts")()
         biases = Biases(bias, *biases) if c.experts.bias else None
-        return mixture(
+        y, load = mixture(
             *(x, router, kernels, collect and collect.counted, biases),
             experts=c.experts,
             activate=_ACTIVATIONS[c.activation],
@@ -566,6 +566,18 @@ class SparseMLP(nn.Module):
             mesh=None if self.is_initializing() else self.mesh,
             by_tiles=self.by_tiles,
         )
+        return (y if c.experts.shared_width is None else y + self.shared(x)), load
+
+    def shared(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Returns the output of the shared expert, multiplied by its gate if it has one."""
+        c, experts = self.config, self.config.experts
+        config = c.replace(experts=None, mlp_width=experts.shared_width)
+        with jax.named_scope("shared"):
+            y = MLP(config, self.mesh, self.by_tiles, name="shared")(x)
+            if not experts.shared_gate:
+                return y
+            kernel, _ = Kernel((c.width, 1), c, name="shared_gate")()
+            return nn.sigmoid(matmul(x, kernel.astype(x.dtype))) * y
 
 
 def look_up(

@@ -209,7 +209,7 @@ class ModelConfig:
                     f" {field}={value}"
                 )
         mlp = [name for name in ("gate", "up", "down") if self.lora and name in self.lora.targets]
-        if mlp:
+        if mlp and self.experts.shared_width is None:
             raise InputError(
                 f"lora.targets={list(self.lora.targets)}: {', '.join(mlp)} of a mixture of experts"
                 " get no adapters; set lora.targets to some of query, key, value, out"
@@ -246,8 +246,11 @@ class ModelConfig:
                 "model.weights is not defined for models with model.memory, whose matrices are"
                 " trained; leave one of the two out"
             )
-        heads = self.num_heads * self.head_dim
-        self.weights.check({"width": self.width, "heads": heads, "mlp_width": self.expert_width})
+        sizes = {"width": self.width, "heads": self.num_heads * self.head_dim}
+        sizes["mlp_width"] = self.expert_width
+        if self.experts is not None and self.experts.shared_width is not None:
+            sizes["experts.shared_width"] = self.experts.shared_width
+        self.weights.check(sizes)
 
     @property
     def has_exact_cache(self) -> bool:

@@ -12,15 +12,17 @@ from lcjax.attention import Causal, DualChunk, Landmark, ShiftedSparse, Sliding,
 from lcjax.checkpoints import ByteTokenizer, load, load_config, save_hf
 from lcjax.checkpoints.adapters import save_peft
 from lcjax.checkpoints.build import ModelSection, build
+from lcjax.cost import parameter_shapes
 from lcjax.errors import InputError
 from lcjax.memory import BeaconSection
 from lcjax.models import LayerKind, lora
-from lcjax.models.lora import LoRA
+from lcjax.models.experts import Experts
+from lcjax.models.lora import LoRA, is_adapter
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.rope import NTK, Default, DynamicNTK, Linear, NoRotation
 from lcjax.training.language_modelling import LanguageModelTask
 from lcjax.training.train_config import TrainConfig, TrainSection
-from lcjax.tree import split
+from lcjax.tree import flatten, nest, split
 
 
 def loaded_tensors(folder, tmp_path, **options):
@@ -106,6 +108,25 @@ def test_what_the_library_exports_it_reads_again(tmp_path):
     edit_json(tmp_path / "lora" / "adapter_config.json", lora_alpha=3.5)
     with pytest.raises(InputError, match=r"lora/adapter_config\.json is not as it was written"):
         load(tmp_path / "lora")
+
+
+def test_of_a_mixture_the_shared_expert_gets_adapters(tmp_path):
+    base = tmp_path / "base"
+    params, config = saved(
+        base, experts=Experts(4, shared_width=28, shared_gate=True), qkv_bias=True
+    )
+    adapters = LoRA(rank=2, targets=("key", "gate", "down"))
+    config, rng = config.replace(lora=adapters), np.random.default_rng(3)
+    shapes = {path: leaf.shape for path, leaf in parameter_shapes(config).items()}
+    added = {path: rng.normal(size=shapes[path]) for path in shapes if is_adapter(path)}
+    tree = nest(flatten(params) | {path: x.astype("float32") for path, x in added.items()})
+    save_peft(tmp_path / "lora", tree, config, base=str(base))
+    tensors = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    assert {name.split("layers.1.")[1].split(".lora_")[0] for name in tensors if ".1." in name} == {
+        *("self_attn.k_proj", "mlp.shared_expert.gate_proj", "mlp.shared_expert.down_proj")
+    }
+    got, want = load(tmp_path / "lora")[0], lora.merge(tree, adapters)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), got, want)
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,32 @@ MODELS = {
             "sliding_window": 7,
         },
     ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "head_dim": 20,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 28,
+        },
+    ),
+    "qwen2_moe, other values": (
+        "qwen2_moe",
+        {
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 90,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 3,
+        },
+    ),
     "gpt_oss": (
         "gpt_oss",
         {
@@ -280,7 +306,10 @@ MODELS = {
     ),
 }
 # Read from .bin files; of mixtures they hold all experts in one array.
-STATE_DICTS = ("qwen3", "gemma3", "mixtral, all experts at once", "olmoe, all experts at once")
+STATE_DICTS = (
+    *("qwen3", "gemma3", "mixtral, all experts at once", "olmoe, all experts at once"),
+    "qwen2_moe, other values",
+)
 
 
 def hf_model(name, dtype=None, **sizes):
@@ -501,7 +530,9 @@ def test_fused_tensors_of_another_size_are_named(tmp_path):
 
 
 @pytest.mark.slow_except("mixtral-True")
-@pytest.mark.parametrize(("name", "scan"), [("mixtral", True), ("olmoe", False)])
+@pytest.mark.parametrize(
+    ("name", "scan"), [("mixtral", True), ("olmoe", False), ("qwen2_moe", True)]
+)
 def test_the_loss_of_a_mixture_and_its_gradient_are_those_of_transformers(tmp_path, name, scan):
     (tmp_path / "hf").mkdir()
     model = saved(name, tmp_path / "hf", "bin")
@@ -646,6 +677,7 @@ OTHER_VALUES = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), (1e-3,)),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias"), (True, False)),
     **dict.fromkeys(("attention_out_bias", "qk_layernorm", "use_qk_norm"), (True,)),
+    "qkv_bias": (False,),
     "logit_scale": (3.0,),
     "sliding_window_pattern": (2,),
     **dict.fromkeys(("norm_topk_prob", "tie_word_embeddings"), (True, False)),
@@ -658,11 +690,12 @@ OTHER_VALUES = {
     **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), (0.5,)),
     **dict.fromkeys(("num_hidden_layers", "hidden_size", "intermediate_size"), (96,)),
     **dict.fromkeys(("vocab_size", "num_attention_heads", "moe_intermediate_size"), (96,)),
+    "shared_expert_intermediate_size": (96,),
     **dict.fromkeys(("head_dim", "max_position_embeddings"), (64, 32)),
     "num_key_value_heads": (4,),
     "sliding_window": (5,),
     "use_sliding_window": (False,),
-    "max_window_layers": (1,),
+    "max_window_layers": (1, 3),
     "layer_types": (["full_attention"] * 4,),
     "is_causal": (False,),
     "partial_rotary_factor": (0.25,),

@@ -1,5 +1,7 @@
 """Costs against counts made by hand, and against the model itself."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -57,6 +59,12 @@ def test_a_mixture_costs_what_the_experts_of_a_token_cost():
         cost.generation_memory(config, 64, 16, Mesh(1, 1, 2, 1, expert)) for expert in (1, 2)
     )
     assert spread.weights < 0.6 * alone.weights  # norms and routers are on all devices
+    shared = dataclasses.replace(experts, shared_width=28, shared_gate=True)
+    both = cost.estimate(config.replace(experts=shared), 64)
+    added = 3 * (3 * 16 * 28 + 16)  # of all tokens
+    assert both.parameters == found.parameters + added
+    assert both.active_parameters == found.active_parameters + added
+    assert both.matmul_flops == found.matmul_flops + 2 * added
 
 
 @pytest.mark.slow
@@ -67,7 +75,7 @@ def test_rows_that_devices_of_the_expert_axis_exchange_are_in_the_memory_of_trai
     assert alone.activations < two.activations < four.activations
 
 
-def test_mixtral_and_qwen3_moe_have_their_published_sizes():
+def test_mixtral_and_qwen_moe_have_their_published_sizes():
     mixtral = ModelConfig(32_000, 4_096, 14_336, 32, 32, 8, 128, 32_768, experts=Experts(8))
     found = cost.estimate(mixtral, 16)
     assert (found.parameters, found.active_parameters) == (46_702_792_704, 12_879_925_248)
@@ -77,6 +85,10 @@ def test_mixtral_and_qwen3_moe_have_their_published_sizes():
     )
     found = cost.estimate(qwen3, 16)
     assert (found.parameters, found.active_parameters) == (30_532_122_624, 3_353_032_704)
+    experts = Experts(60, 4, width=1_408, shared_width=5_632, shared_gate=True)
+    sizes = 151_936, 2_048, 5_632, 24, 16, 16, 128, 8_192
+    found = cost.estimate(ModelConfig(*sizes, qkv_bias=True, experts=experts), 16)
+    assert (found.parameters, found.active_parameters) == (14_315_784_192, 2_689_173_504)
 
 
 def test_training_every_weight_costs_three_times_forward():

@@ -38,7 +38,7 @@ from lcjax.training.step import accumulate
 
 CONFIG = ModelConfig(
     *(64, 32, 48, 2, 4, 2, 8, 64),
-    experts=Experts(count=6, top_k=3, width=20, balance=0.5),
+    experts=Experts(6, top_k=3, width=20, shared_width=12, shared_gate=True, balance=0.5),
 )
 # As gpt-oss has them: biases, clamped units, and a sink of each head.
 BIASED = CONFIG.replace(
@@ -243,7 +243,9 @@ def test_a_step_beside_the_cache_equals_the_whole_text(config):
 
 def test_what_a_mixture_does_not_have_is_refused():
     with pytest.raises(InputError, match=r"lora.targets=.*'up'.* get no adapters; set lora.targ"):
-        CONFIG.replace(lora=LoRA(targets=("query", "up")))
+        CONFIG.replace(lora=LoRA(targets=("query", "up")), experts=Experts(4))
+    with pytest.raises(InputError, match=r"experts.shared_width is null; set the width"):
+        Experts(count=2, shared_gate=True)
     with pytest.raises(InputError, match="gated_mlp=False is not defined for model.experts"):
         CONFIG.replace(gated_mlp=False)
     with pytest.raises(InputError, match=r"experts.top_k=3 must be at most experts.count=2"):

@@ -101,7 +101,10 @@ MODELS = {
     "gated": SMALL,
     "plain": SMALL.replace(gated_mlp=False, activation="gelu_tanh", mlp_bias=True),
     "parallel": SMALL.replace(block="parallel", norm="layer"),
-    "experts": SMALL.replace(experts=Experts(count=4, top_k=2)),
+    "experts": SMALL.replace(
+        experts=Experts(count=4, top_k=2, shared_width=256, shared_gate=True),
+        lora=LoRA(rank=2, targets=("gate", "down")),
+    ),
     "adapters": SMALL.replace(lora=LoRA(rank=2, targets=("gate", "down"))),
     "separate layers": SMALL.replace(scan_layers=False),
 }

@@ -174,11 +174,13 @@ def test_codes_do_not_depend_on_the_program_that_computes_them(name):
             np.testing.assert_array_equal(array, together[key][layer], err_msg=key)
 
 
+# A mixture whose shared expert gets adapters.
+SHARED = Experts(4, shared_width=128, shared_gate=True)
+
+
 def _models(storage, **changes):
     """A model that stores codes and one that has the same weights as floats, with parameters."""
     lora = LoRA(rank=4, targets=("query", "out", "up"))
-    if "experts" in changes:
-        lora = LoRA(rank=4, targets=("query", "out"))
     plain = preset("tiny").replace(lora=lora, num_layers=2, **changes)
     stored = plain.replace(weights=storage)
     shapes, random = parameter_shapes(plain), np.random.default_rng(1)
@@ -206,8 +208,8 @@ CASES = [
     ("int8", {"remat": "dots"}),
     ("nf4", {"remat": "none"}),
     ("single", {"remat": "full", "scan_layers": False}),
-    ("nf4", {"remat": "full", "experts": Experts(4)}),
-    ("int8", {"remat": "none", "experts": Experts(4)}),
+    ("nf4", {"remat": "full", "experts": SHARED}),
+    ("int8", {"remat": "none", "experts": SHARED}),
 ]
 IDS = ["int8-dots", "nf4-none", "single-apart", "nf4-experts", "int8-experts"]
 
@@ -252,7 +254,7 @@ def test_no_float_of_a_matrix_is_a_residual(name, changes):
 
 
 @pytest.mark.parametrize("name", ["int8", "nf4"])
-@pytest.mark.parametrize("experts", [None, Experts(4)], ids=["mlp", "experts"])
+@pytest.mark.parametrize("experts", [None, SHARED], ids=["mlp", "experts"])
 @pytest.mark.slow_except("mlp-nf4")
 def test_eight_devices_compute_what_one_computes(name, experts):
     sizes = Mesh(data=1, fsdp=2, tensor=2, expert=2) if experts else Mesh(data=2, fsdp=2, tensor=2)
