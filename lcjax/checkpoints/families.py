@@ -451,7 +451,7 @@ _NEUTRAL = {
     if field.name
     in (
         *("norm", "norm_bias", "norm_place", "norm_plus_one", "qk_norm", "activation", "block"),
-        *("gated_mlp", "query_scale", "query_scale_length"),
+        *("gated_mlp", "query_scale", "query_scale_length", "query_scale_layers"),
         *("qkv_bias", "out_bias", "mlp_bias", "head_bias", "rotary_fraction", "embedding_scale"),
         *("residual_scale", "attention_scale", "attention_soft_cap", "logit_scale"),
         *("logit_soft_cap", "position", "attention_sinks"),

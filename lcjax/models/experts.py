@@ -3,9 +3,10 @@
     p = softmax(x Wr) over all E experts,   y = sum over the k largest p_e of  s_e MLP_e(x)
 
 with s_e = p_e, or p_e over their sum (Shazeer et al. 2017, arXiv 1701.06538; Mixtral, Jiang et al.
-2024, arXiv 2401.04088, sec. 2.1; OLMoE, Muennighoff et al. 2024, arXiv 2409.02060, sec. 2). All
-tokens also pass a shared expert if the model has one (DeepSeekMoE, Dai et al. 2024, arXiv
-2401.06066, sec. 3.2); this is a plain MLP (`lcjax.models.layers.SparseMLP`).
+2024, arXiv 2401.04088, sec. 2.1; OLMoE, Muennighoff et al. 2024, arXiv 2409.02060, sec. 2). Llama 4
+has sigmoids for p and multiplies inputs, MLP_e(s_e x). All tokens also pass a shared expert if the
+model has one (DeepSeekMoE, Dai et al. 2024, arXiv 2401.06066, sec. 3.2), which is a plain MLP
+(`lcjax.models.layers.SparseMLP`).
 
 No token is dropped. The (token, expert) pairs are sorted by expert into groups of rows, each of
 which starts at a multiple of a block, and `grouped_matmul` multiplies every block by the weights of
@@ -26,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from lcjax.errors import InputError, Interval, PositiveInt, Range, check_fields
+from lcjax.errors import InputError, Interval, OneOf, PositiveInt, Range, check_fields
 from lcjax.models.tiles import over_tiles, tile_size
 from lcjax.models.weight_storage import WeightStorage
 from lcjax.parallel.sharding import spec_of, spread_over, tokens_spec
@@ -45,7 +46,11 @@ class Experts:
     count: Annotated[int, Range(1, MAX_EXPERTS)]  # E
     top_k: PositiveInt = 2  # experts that compute a token
     width: PositiveInt | None = None  # F of an expert; null: `model.mlp_width`
+    # The weights p of experts from the logits of the router
+    scores: Annotated[str, OneOf(("softmax", "sigmoid"))] = "softmax"
     normalize: bool = True  # whether the weights of a token's experts are divided by their sum
+    # What the weight of an expert multiplies: its output, or its input (Llama 4)
+    weighted: Annotated[str, OneOf(("output", "input"))] = "output"
     shared_width: PositiveInt | None = None  # F of an expert that all tokens pass; null: none
     shared_gate: bool = False  # whether its output is multiplied by sigmoid(x w), w [D, 1] (Qwen)
     bias: bool = False  # of the router and of all experts (gpt-oss)
@@ -95,9 +100,20 @@ class Load(NamedTuple):
 def route(
     logits: Float[Array, "M E"], experts: Experts
 ) -> tuple[Float[Array, "M E"], Float[Array, "M k"], Int[Array, "M k"]]:
-    """Returns float32 probabilities of all experts, and weights and indices of the chosen ones."""
-    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    weights, chosen = lax.top_k(probabilities, experts.top_k)
+    """Returns float32 probabilities of all experts, and weights and indices of the chosen ones.
+
+    With sigmoid scores the probabilities are the scores over their sum, as in the load-balancing
+    loss of DeepSeek-V3 (arXiv 2412.19437, eq. 19).
+    """
+    logits = logits.astype(jnp.float32)
+    if experts.scores == "softmax":
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        weights, chosen = lax.top_k(probabilities, experts.top_k)
+    else:
+        scores = jax.nn.sigmoid(logits)
+        probabilities = scores / scores.sum(-1, keepdims=True)
+        largest, chosen = lax.top_k(logits, experts.top_k)  # large ones have equal scores of 1
+        weights = jax.nn.sigmoid(largest)
     if experts.normalize:
         weights = weights / weights.sum(-1, keepdims=True)
     return probabilities, weights, chosen
@@ -186,6 +202,7 @@ def mixture(
         def of_tile(learned, arrays):
             kernels, biases = learned
             options = {"storage": storage, "traced_count": traced_count}
+            options["weighted"] = experts.weighted
             return apply_experts(*arrays, kernels, hidden_units, biases, **options)
 
         count = chosen.shape[0]
@@ -314,10 +331,11 @@ def apply_experts(
     hidden_units: Callable[[jax.Array, jax.Array], jax.Array],
     biases: Biases | None = None,
     *,
+    weighted: str = "output",
     storage: WeightStorage | None = None,
     traced_count: bool = False,
 ) -> Float[Array, "M D"]:
-    """Returns the weighted float32 sum of the outputs of each token's chosen experts.
+    """Returns the float32 sum of the outputs of each token's chosen experts.
 
     Args:
       x: hidden states.
@@ -326,7 +344,8 @@ def apply_experts(
       kernels: weights of E experts.
       hidden_units: those of a gate and an up-projection (`gated`).
       biases: the biases of the experts; None: there are none.
-      storage: how the weights are stored; None: as floats.
+      weighted: what the weights multiply, the `output` or the `input` of experts.
+      storage: how the kernels are stored; None: as floats.
       traced_count: whether many of `chosen` may be outside 0 ... E - 1, so that the number of
         blocks is counted at run time.
     """
@@ -340,6 +359,9 @@ def apply_experts(
         return y if biases is None else _add_bias(y, getattr(biases, name), groups)
 
     rows = _take_rows(x, groups.token, groups.places)
+    if weighted == "input":
+        flat, places = weights.reshape(-1, 1).astype(x.dtype), groups.places.reshape(-1, 1)
+        rows, weights = rows * _take_rows(flat, groups.pair, places), jnp.ones_like(weights)
     with jax.named_scope("experts"):
         hidden = hidden_units(product(rows, "gate"), product(rows, "up"))
         out = product(hidden, "down")

@@ -282,7 +282,7 @@ class Projections(nn.Module):
             return Linear((c.width,), (count, c.head_dim), c, c.qkv_bias, mesh)
 
         self.query, self.key, self.value = map(heads, (c.num_heads, *2 * [c.num_kv_heads]))
-        if c.qk_norm != "none":
+        if c.qk_norm not in ("none", "unscaled"):
             self.query_norm, self.key_norm = (
                 {
                     "head": Norm(c, (c.head_dim,)),
@@ -294,13 +294,21 @@ class Projections(nn.Module):
         self.out = Linear((c.num_heads, c.head_dim), (c.width,), c, c.out_bias, mesh)
 
     def project(
-        self, x: Float[Array, "B T D"]
+        self, x: Float[Array, "B T D"], rotation: Rotation | None = None
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Returns queries, keys and values of hidden states."""
+        """Returns queries, keys and values of hidden states, normed but not rotated.
+
+        Args:
+          x: hidden states.
+          rotation: that of the layer, for a norm after it; None: the layer has no such norm.
+        """
         c = self.config
         with jax.named_scope("qkv"):
             q, k, v = self.query(x), self.key(x), self.value(x)
-            if c.qk_norm != "none":
+            if c.qk_norm == "unscaled":
+                if c.rotates:
+                    q, k = (norm_of_rotated(y, rotation.scale, c.norm_epsilon) for y in (q, k))
+            elif c.qk_norm != "none":
                 q, k = self.query_norm(q), self.key_norm(k)
             if c.attention_scale is not None:  # kernels divide by sqrt(H)
                 q = multiply(q, c.attention_scale * math.sqrt(c.head_dim))
@@ -354,9 +362,11 @@ class Attention(Projections):
     ) -> tuple[jax.Array, LayerOutput]:
         c, mesh, pattern, output = self.config, self.mesh, self.config.pattern, LayerOutput()
         inputs = inputs._replace(bias=self.bias(inputs.bias))
-        q, k, v = self.project(x)
-        if c.query_scale:
-            q = scale_by_position(q, inputs.positions, c.query_scale, c.query_scale_length)
+        q, k, v = self.project(x, inputs.rotation)
+        of_unrotated = c.query_scale_layers == "unrotated"
+        if c.query_scale and not (of_unrotated and c.rotates):
+            positions = inputs.positions + 1 if of_unrotated else inputs.positions
+            q = scale_by_position(q, positions, c.query_scale, c.query_scale_length)
         with jax.named_scope("attend"):
             partials = self.other_partials(q, inputs)
             if cache is None:
@@ -438,6 +448,25 @@ def scale_by_position(
     blocks = jnp.floor(jnp.maximum(positions, 0).astype(jnp.float32) / length)
     factor = 1 + scale * jnp.log1p(blocks)
     return q * factor[:, :, None, None].astype(q.dtype)
+
+
+def norm_of_rotated(
+    x: Float[Array, "B T N H"], scale: float | jax.Array, epsilon: float
+) -> Float[Array, "B T N H"]:
+    """Divides x so that after its rotation the mean square of each head is 1.
+
+    RMSNorm without scales. The rotation turns pairs, multiplies them by `scale` and follows, so it
+    changes the mean square m to scale^2 m.
+
+    Args:
+      x: queries or keys, all of whose channels will be rotated.
+      scale: `Rotation.scale`; [B, 1, 1] if rows differ.
+      epsilon: added to the mean square.
+    """
+    wide = x.astype(jnp.float32)
+    square = jnp.square(wide).mean(-1, keepdims=True)
+    square = jnp.square(jnp.asarray(scale, jnp.float32))[..., None] * square
+    return (wide * jax.lax.rsqrt(square + epsilon)).astype(x.dtype)
 
 
 def multiply(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:

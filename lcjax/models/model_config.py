@@ -21,7 +21,7 @@ from lcjax.models.remat import Remat
 from lcjax.models.weight_storage import WeightStorage
 from lcjax.parallel.context import CHOICES, Heads, Strategy, strategy
 from lcjax.parallel.sharding import Mesh
-from lcjax.rope import Default, Llama3, Rope, Rotation, Yarn
+from lcjax.rope import Default, Llama3, NoRotation, Rope, Rotation, Yarn
 
 Dtype = Annotated[str, OneOf(("float32", "bfloat16", "float16"))]
 ContextParallel = Annotated[str, OneOf(CHOICES)]
@@ -67,8 +67,9 @@ class ModelConfig:
     norm_place: Annotated[str, OneOf(("before", "after", "both"))] = "before"
     norm_plus_one: bool = False  # RMSNorm multiplies by 1 + scale (Gemma)
     # Norm of queries and keys before their rotation: of each head (Qwen3, Gemma 3), or of all
-    # heads together (OLMo 2), or of each head with scales that heads do not share (Command R+)
-    qk_norm: Annotated[str, OneOf(("none", "head", "all", "each"))] = "none"
+    # heads together (OLMo 2), or of each head with scales that heads do not share (Command R+);
+    # unscaled: of each head after the rotation, without scales, in layers that rotate (Llama 4)
+    qk_norm: Annotated[str, OneOf(("none", "head", "all", "each", "unscaled"))] = "none"
     # relu2: the square of ReLU (So et al. 2021, arXiv 2109.08668; Arcee)
     activation: Annotated[str, OneOf(("silu", "gelu_tanh", "relu2"))] = "silu"
     # "parallel": attention and MLP read the same normed input (Phi-2, Cohere)
@@ -89,6 +90,8 @@ class ModelConfig:
     # attention at far positions (Llama 4, Ministral 3); 0 and null: they are not
     query_scale: float = 0.0
     query_scale_length: PositiveInt | None = None
+    # all, or only layers without a rotation, where p counts from 1 (Llama 4)
+    query_scale_layers: Annotated[str, OneOf(("all", "unrotated"))] = "all"
     # c: attention logits become c tanh(logit / c) (Gemma 2)
     attention_soft_cap: float | None = None
     # A learned logit of each query head in the denominator of attention (gpt-oss)
@@ -145,6 +148,11 @@ class ModelConfig:
         if self.mlm_head and not self.tie_embeddings:
             raise InputError(
                 "model.mlm_head=true reads logits off the embedding; set tie_embeddings=true"
+            )
+        if self.qk_norm == "unscaled" and self.rotary_fraction != 1:
+            raise InputError(
+                f"model.rotary_fraction={self.rotary_fraction} is not defined for qk_norm=unscaled,"
+                " a norm of rotated heads; set rotary_fraction=1, or another qk_norm"
             )
         if (self.query_scale != 0) != (self.query_scale_length is not None):
             raise InputError(
@@ -393,6 +401,11 @@ class ModelConfig:
     def expert_width(self) -> int:
         """The feed-forward width F of an expert, or of the MLP of a model without experts."""
         return (self.experts and self.experts.width) or self.mlp_width
+
+    @property
+    def rotates(self) -> bool:
+        """Whether attention rotates queries and keys; of a config whose layers are equal."""
+        return self.position == "rope" and not isinstance(self.rope, NoRotation)
 
     @property
     def rotary_dim(self) -> int:

@@ -30,16 +30,19 @@ class Llama3(Rope):
     def __post_init__(self):
         super().__post_init__()
         self.require(
-            self.high_freq_factor > self.low_freq_factor,
+            self.high_freq_factor >= self.low_freq_factor,
             "high_freq_factor",
-            f"be above low_freq_factor={self.low_freq_factor}",
+            f"be at least low_freq_factor={self.low_freq_factor}",
         )
 
     def compute(self, head_dim: int, length: int) -> tuple[Float[np.ndarray, " R//2"], float]:
         theta = base_frequencies(self.get_resolved("theta"), head_dim)
         turns = self.get_resolved("original_length") * theta / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
-        unchanged = np.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
+        if span:
+            unchanged = np.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
+        else:  # a step (Llama 4 Scout)
+            unchanged = (turns >= self.low_freq_factor).astype(np.float64)
         return (1 - unchanged) * theta / self.factor + unchanged * theta, 1.0
 
     def extended_length(self, length: int) -> int:

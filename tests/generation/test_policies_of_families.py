@@ -36,6 +36,10 @@ ARCHITECTURES = {
         attention_sinks=True,
         experts=Experts(count=4, top_k=2, bias=True, swiglu_limit=2.0),
     ),
+    "llama4": TINY.replace(
+        qk_norm="unscaled",
+        experts=Experts(4, 1, scores="sigmoid", normalize=False, weighted="input", shared_width=32),
+    ),
     "mixtral": TINY.replace(experts=Experts(count=4, top_k=2)),
 } | {
     name: TINY.replace(rope=rope, max_length=16)

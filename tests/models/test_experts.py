@@ -151,7 +151,11 @@ def test_rows_are_sorted_into_blocks_of_one_expert_each(tokens, foreign):
 
 @pytest.mark.parametrize(
     ("tokens", "options"),
-    [(1, {}), (40, {}), (40, {"bias": True, "swiglu_limit": 1.5, "swiglu_alpha": 1.3})],
+    [
+        *((1, {}), (40, {}), (40, {"bias": True, "swiglu_limit": 1.5, "swiglu_alpha": 1.3})),
+        (40, {"scores": "sigmoid", "normalize": False, "weighted": "input"}),  # Llama 4
+        (40, {"scores": "sigmoid", "bias": True}),
+    ],
 )
 def test_a_mixture_is_the_weighted_sum_of_its_experts_with_the_gradient_of_that_sum(
     tokens, options
@@ -170,17 +174,23 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts_with_the_gradient_of_that_
         return jnp.sin(mixture(*arrays, experts=experts, activate=jax.nn.silu)[0]).sum()
 
     def dense(x, router, kernels, biases):
-        p = jax.nn.softmax(x @ router + biases.router)
+        scores = jax.nn.softmax if experts.scores == "softmax" else jax.nn.sigmoid
+        p = scores(x @ router + biases.router)
         kept = jnp.where(p >= jnp.sort(p)[:, -2:-1], p, 0)
-        gate = jnp.einsum("md,edf->mef", x, kernels.gate) + biases.gate
-        up = jnp.einsum("md,edf->mef", x, kernels.up) + biases.up
+        if experts.normalize:
+            kept = kept / kept.sum(-1, keepdims=True)
+        inputs = x[:, None].repeat(5, 1)
+        if experts.weighted == "input":
+            inputs, kept = inputs * kept[..., None], jnp.sign(kept)
+        gate = jnp.einsum("med,edf->mef", inputs, kernels.gate) + biases.gate
+        up = jnp.einsum("med,edf->mef", inputs, kernels.up) + biases.up
         if experts.swiglu_limit is None:
             hidden = jax.nn.silu(gate) * up
         else:  # gpt-oss
             gate, up = gate.clip(max=1.5), up.clip(-1.5, 1.5)
             hidden = (up + 1) * gate / (1 + jnp.exp(-1.3 * gate))
         out = jnp.einsum("mef,efd->med", hidden, kernels.down) + biases.down
-        return jnp.sin(jnp.einsum("me,med->md", kept / kept.sum(-1, keepdims=True), out)).sum()
+        return jnp.sin(jnp.einsum("me,med->md", kept, out)).sum()
 
     inputs, learned = (x, router, kernels, biases), (0, 1, 2, 3)[: 3 + experts.bias]
     (mine, grads), (want, dense_grads) = (

@@ -15,7 +15,7 @@ from lcjax.memory import BeaconSection, SharedLlmSection
 from lcjax.models import Decoder, LayerKind, layer_groups, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import SequentialBlock, random_params
-from lcjax.models.layers import LayerInputs, Linear, Norm, Projections
+from lcjax.models.layers import LayerInputs, Linear, Norm, Projections, norm_of_rotated
 from lcjax.models.lora import LoRA
 from lcjax.rope import Clex, Default, DynamicNTK, NoRotation, Yarn, stack_rotations
 
@@ -307,6 +307,26 @@ def test_the_factor_of_an_adapter_is_not_rounded_by_itself():
         return Linear((32,), (16,), config, name="query").apply({"params": params}, x)
 
     np.testing.assert_array_equal(update(7.0), exact_product(update(3.0), 7 / 3))
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_norm_of_rotated_heads_is_that_of_the_heads_after_their_rotation(rows):
+    x = np.random.default_rng(0).normal(size=(2, 9, 3, 8)).astype(np.float32) * 0.1
+    positions = np.arange(9)[None].repeat(2, 0)
+    rotation = Yarn(theta=1e4, factor=8.0, original_length=4).rotation(8, 32)
+    assert rotation.scale > 1.2
+    if rows:  # one rotation for each
+        rotation = stack_rotations([rotation, Default(theta=1e3).rotation(8, 32)])
+    turned = rotation.rotate(x, positions)
+    want = turned / np.sqrt(np.square(turned).mean(-1, keepdims=True) + 0.01)
+    got = rotation.rotate(norm_of_rotated(x, rotation.scale, 0.01), positions)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    config = SIX.replace(qk_norm="unscaled", rope=NoRotation())
+    hidden = np.ones((1, 9, 32), np.float32)
+    params = Projections(config).init(jax.random.key(0), hidden, method="project")
+    assert set(params["params"]) == {"query", "key", "value"}
+    with pytest.raises(InputError, match="rotary_fraction=0.5 is not defined for qk_norm=unscal"):
+        SIX.replace(qk_norm="unscaled", rotary_fraction=0.5)
 
 
 def test_a_cpu_sums_gradients_of_a_norm_without_an_axis_of_1():

@@ -118,6 +118,16 @@ def test_yarn_frequency_ramp_is_llama3_with_the_bounds_of_yarn():
     np.testing.assert_allclose(yarn.frequencies(128, 1)[0], llama.frequencies(128, 1)[0], rtol=1e-6)
 
 
+def test_llama3_with_equal_bounds_is_a_step():
+    """As transformers computes it for Llama 4 Scout, whose bounds are both 1."""
+    plain, _ = Llama3(theta=5e5, factor=1.0, original_length=8192).frequencies(128, 1)
+    rope = Llama3(theta=5e5, factor=16.0, original_length=8192, high_freq_factor=1.0)
+    is_long = 2 * math.pi / plain > 8192  # the wavelength
+    assert 0 < is_long.sum() < 64
+    want = np.where(is_long, plain / 16, plain)
+    np.testing.assert_allclose(rope.frequencies(128, 1)[0], want, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "options, expected",
     [
