@@ -243,7 +243,7 @@ def test_a_window_survives_the_way_out_and_back(family):
 @pytest.mark.parametrize(
     ("hf", "words"),
     [
-        (LLAMA2 | {"model_type": "qwen2_moe"}, "model_type='qwen2_moe'.*llama, mistral, .*phi"),
+        (LLAMA2 | {"model_type": "deepseek_v2"}, "model_type='deepseek_v2'.*llama, mistral, .*phi"),
         ({}, "model_type=None"),
         (
             LLAMA2
