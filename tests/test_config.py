@@ -12,8 +12,11 @@ import draccus
 import pytest
 
 from lcjax import config
-from lcjax.attention import Pattern
+from lcjax.attention import KeepAll, Pattern, SnapKV
+from lcjax.config.decode import section
 from lcjax.errors import InputError
+from lcjax.evaluation.eval_config import Method as EvalMethod
+from lcjax.models import preset
 from lcjax.training.train_config import TrainConfig
 
 
@@ -277,6 +280,10 @@ def test_a_key_written_twice_is_rejected(tmp_path):
         ("--model.rope.factor=2", ["model.rope.type", "missing", "linear, yarn"]),
         ("--model.rope={type: linear, factor: 2}", ["but of yarn: --model.rope.type=yarn"]),
         ("--methods.0.rope.type=yarn", ["methods.0.name is missing"]),
+        ("--model.rope=yarn", ["section", "write {type: yarn}, or --model.rope.type=yarn"]),
+        ("--model.rope=yran", ["section", "write {type: ...}; did you mean yarn?", "linear"]),
+        ("--model.rope=5", ["section", "write {type: ...}; known: linear, yarn"]),
+        ("--methods=[{name: a, rope: yarn}]", ["write {type: yarn}, or --methods.0.rope.type="]),
         ("--model.rope={type: yarn, facter: 2}", ["model.rope.facter=2", "yarn", "factor"]),
         ("--model.rope={type: yarn, factor: 0}", ["model.rope: factor=0.0 must be at least 1"]),
         ("--train.lr", ["--train.lr has no value"]),
@@ -286,6 +293,30 @@ def test_a_key_written_twice_is_rejected(tmp_path):
 def test_a_mistake_is_one_line_with_key_value_and_way_out(argument, parts):
     message = fails(argument)
     assert all(part in message for part in parts), message
+
+
+def test_the_name_of_a_type_in_the_place_of_a_section_raises_input_error_that_names_the_section():
+    classes = draccus.ChoiceRegistry.__subclasses__()
+    registries = [base for base in classes if base.__module__.startswith("lcjax.")]
+    assert {"CacheMethod", "Storage", "Task"} <= {base.__name__ for base in registries}
+    for base in registries:
+        for name in base.get_known_choices():
+            with pytest.raises(InputError, match=rf"a\.b='{name}' .*; write {{type: {name}[,}}]"):
+                section(base, name, "a.b")
+    message = fails("--model.rope=yarn", "--model.rope.factor=2")
+    assert message.endswith("sets a key of it; if yarn is a type, write {type: yarn}")
+
+
+def test_the_name_of_a_type_in_the_place_of_an_instance_raises_input_error_that_names_the_call():
+    for make, key, call in (
+        (lambda: KeepAll("int8"), "model.cache.storage='int8'", "attention.Int8()"),
+        (lambda: SnapKV(ratio=0.5, heads="adaptive"), "heads='adaptive'", "AdaptiveHeads()"),
+        (lambda: preset("tiny").replace(rope="yarn"), "model.rope='yarn'", "Yarn(factor=...)"),
+        (lambda: EvalMethod("a", cache="snapkv"), "methods.cache='snapkv'", "SnapKV()"),
+        (lambda: EvalMethod("a", pattern={"type": "causal"}), "methods.pattern=", "Causal()"),
+    ):
+        with pytest.raises(InputError, match=f"{key}.*; pass lcjax.*{re.escape(call)}$"):
+            make()
 
 
 @pytest.mark.parametrize(

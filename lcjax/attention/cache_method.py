@@ -11,6 +11,7 @@ import draccus
 from lcjax.attention.base import Pattern
 from lcjax.attention.cache import LayerCache
 from lcjax.attention.cache_storage import Exact, Storage
+from lcjax.config import check_choices
 from lcjax.errors import InputError, check_fields
 
 
@@ -28,6 +29,7 @@ class CacheMethod(draccus.ChoiceRegistry, abc.ABC):
     chunk: ClassVar[int | None] = None  # tokens that are read at once; None: any number
 
     def __post_init__(self):
+        check_choices("model.cache", self)
         check_fields("model.cache", self)
 
     def check(self, pattern: Pattern) -> None:

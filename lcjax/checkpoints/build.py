@@ -11,7 +11,7 @@ import jax
 from lcjax import checkpoints
 from lcjax.attention import CacheMethod, Pattern
 from lcjax.checkpoints import ByteTokenizer, Tokenizer, check_vocabulary
-from lcjax.config import check_instance
+from lcjax.config import check_choices
 from lcjax.errors import InputError, PositiveInt, Seed, check_fields
 from lcjax.memory import Memory, MemorySection
 from lcjax.models import (
@@ -69,10 +69,7 @@ class ModelSection:
     seed: Seed = 0  # of random weights, and of a learned rope's new weights
 
     def __post_init__(self):
-        registries = {"rope": Rope, "pattern": Pattern, "cache": CacheMethod}
-        registries |= {"memory": MemorySection, "weights": WeightStorage}
-        for field, base in registries.items():
-            check_instance(f"model.{field}", getattr(self, field), base)
+        check_choices("model", self)
         for kind in self.layers if isinstance(self.layers, list | tuple) else ():
             if not isinstance(kind, LayerKind):
                 raise InputError(

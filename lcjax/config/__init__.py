@@ -26,6 +26,7 @@ from lcjax.config.decode import (
     IMPORT,
     Text,
     UnknownTypeError,
+    check_choices,
     check_instance,
     constructor,
     parse_text,
@@ -50,8 +51,8 @@ from lcjax.files import check_path, write_whole
 from lcjax.storage import to_path
 
 __all__ = [
-    "ERROR", "ErrorReport", "RunFolder", "UnknownTypeError", "check_instance", "constructor",
-    "dump", "import_modules", "main", "parse", "read_yaml", "recipe_of", "recipes",
+    "ERROR", "ErrorReport", "RunFolder", "UnknownTypeError", "check_choices", "check_instance",
+    "constructor", "dump", "import_modules", "main", "parse", "read_yaml", "recipe_of", "recipes",
     "split_options", "to_data_path",
 ]  # fmt: skip
 
@@ -287,9 +288,11 @@ def _override(tree: typing.Any, key: str, value: Text) -> None:
             child = [{}] if following == "0" else {}
         if not isinstance(child, dict | list):
             name = ".".join(sections[:number])
+            is_name = isinstance(child, str) and child.isidentifier()
+            way_out = f"; if {child} is a type, write {{type: {child}}}" if is_name else ""
             raise InputError(
                 f"{name}={child!r:.60} must be a section of `key: value` lines, because"
-                f" --{key}={value} sets a key of it"
+                f" --{key}={value} sets a key of it{way_out}"
             )
         tree[part] = child
         tree = child

@@ -6,6 +6,7 @@ suggest no other key or choice, and do not name the section whose dataclass refu
 """
 
 import dataclasses
+import functools
 import io
 import math
 import os
@@ -397,7 +398,9 @@ def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
         its values.
     """
     if not isinstance(raw, dict):
-        raise InputError(f"{name}={raw!r} must be a section of `key: value` lines")
+        raise InputError(
+            f"{name}={raw!r:.60} must be a section of `key: value` lines{_form(cls, raw, name)}"
+        )
     raw, dot = dict(raw), name + "." if name else ""
     label, known = cls.__name__, {}
     if is_choice(cls):
@@ -428,6 +431,37 @@ def section(cls: typing.Any, raw: typing.Any, name: str) -> typing.Any:
         return cls(**values)
     except ValueError as error:
         raise InputError(_placed(str(error), name)) from error
+
+
+def _form(cls: typing.Any, raw: typing.Any, name: str) -> str:
+    """Returns the end of an error about a value in the place of an entry of the registry `cls`."""
+    if not is_choice(cls):
+        return ""
+    known = cls.get_known_choices()
+    if not isinstance(raw, str) or raw not in known:
+        return f"; write {{type: ...}}; {suggestion(raw, known)}"
+    keys = ", ".join([f"type: {raw}", *(f"{key}: ..." for key in _required(known[raw]))])
+    return f"; write {{{keys}}}, or --{name}.type={raw}"
+
+
+@functools.cache
+def _choices(owner: type) -> dict[str, type]:
+    """Returns the base class of each field of a dataclass whose values are of a registry."""
+    try:
+        hints = typing.get_type_hints(owner)
+    except NameError:  # of a class that only type checkers import
+        return {}
+    kinds = ((field.name, split_union(hints[field.name])[0]) for field in dataclasses.fields(owner))
+    return {name: kind for name, (kind, *_) in kinds if is_choice(kind)}
+
+
+def check_choices(section: str, owner: object) -> None:
+    """Calls `check_instance` for each field of a dataclass whose values are of a registry.
+
+    `section` is the section of the config that the fields belong to, for error messages.
+    """
+    for name, base in _choices(type(owner)).items():
+        check_instance(f"{section}.{name}", getattr(owner, name), base)
 
 
 def check_instance(key: str, value: object, base: type) -> None:

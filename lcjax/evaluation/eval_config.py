@@ -11,7 +11,7 @@ from lcjax.attention import CacheMethod, Pattern
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.checkpoints.build import ModelSection
 from lcjax.checkpoints.load import identity, load_tokenizer
-from lcjax.config import RunFolder
+from lcjax.config import RunFolder, check_choices
 from lcjax.data import TextConfig
 from lcjax.data.corpus import texts_or_ids
 from lcjax.errors import InputError, NonNegativeFloat, OneOf, PositiveInt, Seed, check_fields
@@ -63,6 +63,7 @@ class Method:
             raise InputError(
                 f"methods: {self.name} sets {' and '.join(ways)}, of which only one can be set"
             )
+        check_choices("methods", self)
         check_fields("methods", self)
         if self.question != "seen" and ways:
             raise InputError(

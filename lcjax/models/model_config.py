@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from lcjax.attention import POSITIONS, Bidirectional, CacheMethod, Causal, Pattern, Sliding
-from lcjax.config import check_instance
+from lcjax.config import check_choices
 from lcjax.errors import InputError, Interval, OneOf, PositiveInt, Range, check_fields
 from lcjax.models.experts import Experts
 from lcjax.models.lora import LoRA
@@ -37,8 +37,7 @@ class LayerKind:
     rope: Rope | None = None  # position method; null: that of the model
 
     def __post_init__(self):
-        for field, base in (("pattern", Pattern), ("rope", Rope)):
-            check_instance(f"layers.{field}", getattr(self, field), base)
+        check_choices("layers", self)
         check_fields("layers", self)
 
 
@@ -130,6 +129,7 @@ class ModelConfig:
     scan_layers: bool = True  # scan over equal layers, which are compiled once (see `stacked`)
 
     def __post_init__(self):
+        check_choices("model", self)
         check_fields("model", self)
         if self.num_heads % self.num_kv_heads:
             raise InputError(
@@ -248,7 +248,6 @@ class ModelConfig:
 
     def _check_weights(self) -> None:
         """Raises an InputError if the matrices of this model cannot be stored as codes."""
-        check_instance("model.weights", self.weights, WeightStorage)
         if self.memory is not None:
             raise InputError(
                 "model.weights is not defined for models with model.memory, whose matrices are"
