@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from lcjax.attention.cache_storage import LayerShape
 from lcjax.attention.candidates import Candidates, for_each_head, on_each_device
 from lcjax.errors import (
     Fraction,
@@ -153,6 +154,14 @@ class HeadBudget(draccus.ChoiceRegistry, abc.ABC):
         """Returns scores in which those of tokens that always stay are inf."""
         return scores
 
+    def check_layer(self, layer: LayerShape, num_layers: int) -> None:
+        """Raises an InputError if the budget is made for other layers.
+
+        Args:
+          layer: sizes of a layer that evicts tokens.
+          num_layers: number of such layers, 1 unless they differ (`differs_by_layer`).
+        """
+
     def ranked(self, scores: Sequence[Float[Array, "B K S"]]) -> list[Float[Array, "B U S"]]:
         """Returns the scores by which layers share what stays, of U heads or other units of each.
 
@@ -283,13 +292,14 @@ class Composite(AcrossLayers):
 
 
 @functools.lru_cache(maxsize=8)
-def read_head_table(file: str, key: str, num_layers: int) -> Float[np.ndarray, "L K"]:
+def read_head_table(file: str, key: str, num_layers: int, way_out: str) -> Float[np.ndarray, "L K"]:
     """Reads a number for each key head: lines of numbers, or .json with a list of lists.
 
     Args:
       file: path of the file.
       key: the config key that names it, for errors.
       num_layers: number of layers that evict tokens.
+      way_out: the end of an error about a file that is missing or no such table.
 
     Raises:
       InputError: it is no such file, or that of another model.
@@ -302,11 +312,12 @@ def read_head_table(file: str, key: str, num_layers: int) -> Float[np.ndarray, "
         else:
             table = np.loadtxt(io.StringIO(path.read_text()), np.float64, ndmin=2)
     except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
         raise InputError(
-            f"{key}={file} is no table of numbers, a line for each layer: {error}"
+            f"{key}={file} is no table of numbers, a line for each layer ({reason}); {way_out}"
         ) from None
     if table.ndim != 2 or not np.isfinite(table).all():
-        raise InputError(f"{key}={file} must have a line of numbers for each layer")
+        raise InputError(f"{key}={file} must have a line of numbers for each layer; {way_out}")
     if len(table) != num_layers:
         raise InputError(
             f"{key}={file} has {len(table)} lines, and the model has {num_layers} layers that evict"
@@ -333,18 +344,26 @@ class HeadRates(HeadBudget):
     sinks: NonNegativeInt = 4  # first tokens that always stay
     recent: NonNegativeInt = 1  # last tokens that always stay
 
+    def check_layer(self, layer, num_layers):
+        self._table(num_layers, layer.num_kv_heads)
+
+    def _table(self, num_layers: int, num_heads: int) -> Float[np.ndarray, "L K"]:
+        key, way_out = "model.cache.heads.file", "give LU-KV's shares for this model and ratio"
+        table = read_head_table(self.file, key, num_layers, way_out)
+        if table.shape[1] != num_heads:
+            raise InputError(
+                f"{key}={self.file} has {table.shape[1]} numbers in a line, and the model has"
+                f" {num_heads} key heads; give the file of this model"
+            )
+        return table
+
     def protect(self, scores, slots):
         last = slots.tokens[:, None, None] - self.recent
         is_safe = slots.is_token & ((slots.index < self.sinks) | (slots.index >= last))
         return jnp.where(is_safe, jnp.inf, scores)
 
     def counts(self, scores, counts, most, slots, layer):
-        table = read_head_table(self.file, "model.cache.heads.file", layer[1])[layer[0]]
-        if len(table) != scores.shape[1]:
-            raise InputError(
-                f"model.cache.heads.file={self.file} has {len(table)} numbers in a line, and the"
-                f" model has {scores.shape[1]} key heads; give the file of this model"
-            )
+        table = self._table(layer[1], scores.shape[1])[layer[0]]
         shares = jnp.asarray(table, jnp.float32)[None] * slots.tokens[:, None]
         least = jnp.floor(shares)
         missing = jnp.round(shares.sum(-1)) - least.sum(-1)

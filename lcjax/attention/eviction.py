@@ -604,6 +604,8 @@ class Evicting(FullCache):
         _, num_layers = self.layer or (0, 1)
         for _, policy in self._policies:
             policy.check_layer(layer, num_layers)
+            if policy.heads is not None:
+                policy.heads.check_layer(layer, num_layers)
         for prefix, observer in self._observers:
             state = observer.state(layer)
             policy_arrays |= {prefix + name: array for name, array in state.items()}

@@ -22,6 +22,7 @@ from lcjax.models import (
     arrange_layers,
     preset,
 )
+from lcjax.models.cache import check_cache
 from lcjax.models.decoder import random_params, with_learned_rope
 from lcjax.models.encoder import encoder_config, encoder_params
 from lcjax.models.model_config import ContextParallel, Dtype, PositionEncoding
@@ -120,7 +121,12 @@ class Settings(TypedDict, total=False):
 
 
 def model_config(section: ModelSection, config: ModelConfig) -> ModelConfig:
-    """Returns `config` with the method, dtypes and rematerialization of `section`."""
+    """Returns `config` with the method, dtypes and rematerialization of `section`.
+
+    Raises:
+      InputError: the method is not defined for this model, or a file of it is missing, damaged or
+        made for another model.
+    """
     if section.encoder_layers is not None:
         config = encoder_config(config, section.encoder_layers)
     changes: dict[str, Any] = {
@@ -153,20 +159,23 @@ def model_config(section: ModelSection, config: ModelConfig) -> ModelConfig:
     changes["dtype"] = section.dtype or ("float32" if on_cpu else "bfloat16")
     if section.memory is not None:
         changes["memory"] = _memory(section.memory, config)
-    return config.replace(**changes)
+    config = config.replace(**changes)
+    check_cache(config)
+    return config
 
 
 def planned_config(section: ModelSection) -> ModelConfig | None:
-    """Returns the config of the model that `build` makes; None if only loading shows it."""
+    """Returns the config of the model that `build` makes; None if only loading shows it.
+
+    Raises:
+      InputError: as `model_config`.
+    """
     try:
-        if section.path is None:
-            return model_config(section, preset(section.preset))
-        config = checkpoints.load_config(section.path)
-        if section.param_dtype is not None:
-            config = config.replace(param_dtype=section.param_dtype)
-        return model_config(section, config)
+        named = section.path is None
+        config = preset(section.preset) if named else checkpoints.load_config(section.path)
     except InputError:
         return None
+    return model_config(section, config)
 
 
 def _memory(section: MemorySection, config: ModelConfig) -> Memory:
@@ -247,6 +256,7 @@ def build(
       scan_layers: whether the model stacks and scans its layers; False for inference.
     """
     check_source(section)
+    planned_config(section)  # raises errors of the method before weights are read
     mesh = device_mesh(mesh)
     if section.path is not None:
         params, config, tokenizer = checkpoints.load(

@@ -1,7 +1,8 @@
 """The config of `eval.py`, and the model, weights and tokenizer of each method."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import draccus
@@ -9,7 +10,7 @@ import numpy as np
 
 from lcjax.attention import CacheMethod, Pattern
 from lcjax.checkpoints import ByteTokenizer
-from lcjax.checkpoints.build import ModelSection
+from lcjax.checkpoints.build import ModelSection, model_config
 from lcjax.checkpoints.load import identity, load_tokenizer
 from lcjax.config import RunFolder, check_choices
 from lcjax.data import TextConfig
@@ -21,9 +22,9 @@ from lcjax.evaluation.retrieval import Knn, RetrievalMethod
 from lcjax.evaluation.split import ContextSplit, ReplugSplit, Split
 from lcjax.evaluation.task import Task
 from lcjax.evaluation.tasks import Perplexity
-from lcjax.generation.shared_prefix import QueryAgnostic, QueryAware
+from lcjax.generation.shared_prefix import QueryAgnostic, QueryAware, check_compresses_prefix
 from lcjax.memory import MemorySection
-from lcjax.models import PRESETS
+from lcjax.models import PRESETS, ModelConfig
 from lcjax.models.cache import abstract_cache
 from lcjax.parallel.distributed import Distributed
 from lcjax.parallel.sharding import Mesh
@@ -237,7 +238,7 @@ def apply_method(model, method: Method, length: int, *, prompts: bool = False):
     """
     reader = {"unseen": QueryAgnostic, "window": QueryAware}.get(method.question)
     source = method.retriever or split_of(method, model)
-    choices = {"rope": method.rope, "pattern": method.pattern, "cache": method.cache}
+    choices = _choices(method)
     if source is None:
         length = None if prompts and reader is None else length
         model = model.with_method(**choices, length=length)
@@ -246,24 +247,80 @@ def apply_method(model, method: Method, length: int, *, prompts: bool = False):
     return source.reader(model, length, prompts=prompts)
 
 
+def by_section(config: EvalConfig) -> list[tuple[ModelSection, list[Method]]]:
+    """Returns the methods of each model section, in the order in which models are loaded."""
+    groups: list[tuple[ModelSection, list[Method]]] = []
+    for method, section in zip(config.methods, sections(config), strict=True):
+        for other, methods in groups:
+            if other == section:
+                methods.append(method)
+                break
+        else:
+            groups.append((section, [method]))
+    return groups
+
+
+def check_methods(methods: Sequence[Method], config: ModelConfig, length: int) -> None:
+    """Checks the settings of methods before their model is loaded.
+
+    Args:
+      methods: the methods.
+      config: the config of their model (`planned_config`).
+      length: the longest context length.
+
+    Raises:
+      InputError: a setting does not fit the model, or a file of a setting is missing or damaged.
+    """
+    for method in methods:
+        choices = _choices(method)
+        if method.pattern is not None:
+            choices["pattern"] = method.pattern.for_inference()
+        with _naming(method):
+            changed = model_config(ModelSection(**choices), config.for_inference())
+            _check_cache(changed, method, length)
+
+
 def method_settings(model, method: Method, length: int) -> Any:
     """Returns the config of `model` with the settings of `method`, as plain values.
 
     Raises:
-      InputError: a cache of `length` tokens cannot be as `method.cache` says.
+      InputError: a setting does not fit the model.
     """
-    choices = {"rope": method.rope, "pattern": method.pattern, "cache": method.cache}
-    config = model.with_method(**choices).config
-    if dataclasses.is_dataclass(config) and method.cache is not None:
-        try:
-            abstract_cache(config, 1, length)  # reads its files
-            if config.evicts and all(x.for_inference().is_bounded for x in config.patterns):
-                raise InputError(
-                    "cache evicts tokens of layers that see whole texts, and all layers of this"
-                    " model have windows; leave cache out"
-                )
-            if method.question == "window":
-                method.cache.check_question(1)
-        except InputError as error:
-            raise InputError(f"methods: {method.name}: {error}") from error
-    return draccus.encode(config) if dataclasses.is_dataclass(config) else None
+    with _naming(method):
+        config = model.with_method(**_choices(method)).config
+        if not dataclasses.is_dataclass(config):
+            return None
+        _check_cache(config, method, length)
+    return draccus.encode(config)
+
+
+def _choices(method: Method) -> dict[str, Any]:
+    """Returns the settings of `method` that replace those of its model; None: the model's."""
+    return {"rope": method.rope, "pattern": method.pattern, "cache": method.cache}
+
+
+@contextlib.contextmanager
+def _naming(method: Method) -> Iterator[None]:
+    """Adds the name of `method` to an InputError of the block."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"methods: {method.name}: {error}") from error
+
+
+def _check_cache(config: ModelConfig, method: Method, length: int) -> None:
+    """Raises an InputError if a model with `config` has no cache as `method` says.
+
+    `config` has the settings of `method`, and a row at most `length` tokens.
+    """
+    if method.cache is not None:
+        abstract_cache(config, 1, length)
+        if config.evicts and all(x.for_inference().is_bounded for x in config.patterns):
+            raise InputError(
+                "cache evicts tokens of layers that see whole texts, and all layers of this"
+                " model have windows; leave cache out"
+            )
+    if method.question != "seen":
+        check_compresses_prefix(config)
+    if method.question == "window":
+        config.cache.check_question(1)

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from lcjax.evaluation.eval_config import (
     EvalConfig,
     Method,
     apply_method,
+    by_section,
+    check_methods,
     corpora,
     corpus_of,
     datastores,
@@ -108,7 +111,7 @@ def run(config: EvalConfig, *, load: Loader | None = None) -> report.Report | No
         try:
             runner = _Runner(trained, store, load_model)
             if load is None:
-                runner.check_memory(mesh)
+                runner.check_models(mesh)
             records = runner.records()
         except KeyboardInterrupt as stop:
             raise KeyboardInterrupt(
@@ -202,6 +205,22 @@ def check(config: EvalConfig) -> None:
     for index, table in enumerate(config.published):
         table.check(config.tasks, [m.name for m in config.methods], f"published.{index}")
     _check_splits(config, [m for m in config.methods if m.context or m.replug or m in cut])
+    _check_questions(config)
+
+
+def _check_questions(config: EvalConfig) -> None:
+    """Raises InputError if `question` of a method has no effect on any task; warns if on some."""
+    names = [method.name for method in config.methods if method.question != "seen"]
+    texts = [task.label for task in config.tasks if not task.generates]
+    if not names or not texts:
+        return
+    problem = (
+        f"methods: question of {', '.join(names)} has no effect on {', '.join(texts)}, whose texts"
+        " have no question"
+    )
+    if len(texts) == len(config.tasks):
+        raise InputError(f"{problem}; leave question out, or add a task with prompts")
+    warnings.warn(problem, stacklevel=3)
 
 
 def _check_splits(config: EvalConfig, methods: Sequence[Method]) -> None:
@@ -274,27 +293,16 @@ class _Runner:
         self.models: dict[str, Any] = {}  # configs of the methods, for the summary
         self._readings: Readings | None = None  # that methods share
 
-    def check_memory(self, mesh: jax.sharding.Mesh) -> None:
-        """Raises an InputError if the run does not fit into device memory; nothing is loaded.
+    def check_models(self, mesh: jax.sharding.Mesh) -> None:
+        """Raises an InputError if a method does not fit its model, or the run its devices.
 
-        Models whose configs only loading shows are checked by `records`.
+        Nothing is loaded. Models whose configs only loading shows are checked by `records`.
         """
-        for section, methods in self._groups():
+        for section, methods in by_section(self._config):
             if (config := planned_config(section)) is not None:
+                check_methods(methods, config, self._lengths[-1])
                 config = config.for_inference().replace(scan_layers=False)
                 self._memory_lines(section, methods, _PlannedModel(config, mesh))
-
-    def _groups(self) -> list[tuple[ModelSection, list[Method]]]:
-        """Returns the methods of each checkpoint, in the order in which they are loaded."""
-        groups: list[tuple[ModelSection, list[Method]]] = []
-        for method, section in zip(self._config.methods, sections(self._config), strict=True):
-            for other, methods in groups:
-                if other == section:
-                    methods.append(method)
-                    break
-            else:
-                groups.append((section, [method]))
-        return groups
 
     def records(self) -> dict[Task, list[Record]]:
         """Returns all records by task; those of a batch are written before the next batch runs."""
@@ -306,7 +314,7 @@ class _Runner:
         options = {"unit": "tok", "unit_scale": True, "dynamic_ncols": True, "disable": quiet}
         with tqdm(**options) as bar, ticking(bar):
             remaining = list(self._config.methods)
-            for section, group in self._groups():
+            for section, group in by_section(self._config):
                 model = self._open(section, group, remaining, bar)
                 remaining = [method for method in remaining if method not in group]
                 for cell in (cell for method in group for cell in self._cells(method, model)):

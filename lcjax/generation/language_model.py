@@ -58,6 +58,7 @@ from lcjax.generation.session import (
 )
 from lcjax.generation.shared_prefix import PrefixReader
 from lcjax.models import Decoder
+from lcjax.models.cache import check_cache
 from lcjax.models.loss import token_nll
 from lcjax.models.memory import EncodedContext, Memory, check_memory
 from lcjax.models.weight_storage import num_weights
@@ -176,7 +177,8 @@ class LanguageModel(InferenceModel, Scorer):
             call, even if this model has a length.
 
         Raises:
-          InputError: the weights do not fit the method.
+          InputError: the weights do not fit the method, or a file of it is missing, damaged or
+            made for another model.
         """
         for name, value, base in (
             ("rope", rope, Rope), ("pattern", pattern, Pattern), ("cache", cache, CacheMethod),
@@ -206,7 +208,9 @@ class LanguageModel(InferenceModel, Scorer):
                     " change its settings with dataclasses.replace(lm.config.memory, ...)"
                 )
             changes["memory"] = memory.for_inference()
-        other.model = Decoder(self.config.replace(**changes), self.mesh)
+        config = self.config.replace(**changes)
+        check_cache(config)
+        other.model = Decoder(config, self.mesh)
         return other
 
     def save(

@@ -37,6 +37,7 @@ from lcjax.generation.session import (
     prefix_tokens_reused,
     read_prompts,
 )
+from lcjax.models import ModelConfig
 from lcjax.models import cache as cache_lib
 from lcjax.parallel.sharding import padding_rows, rows_over
 
@@ -123,6 +124,15 @@ def read_prefix(lm: InferenceModel, ids: Ids, question: int | None = None) -> Ca
     return CachedPrefix(session.cache, array, lm, length)
 
 
+def check_compresses_prefix(config: ModelConfig) -> None:
+    """Raises an InputError if a model with `config` cannot be that of a `QueryAgnostic`."""
+    if not can_compress_prefix(config):
+        raise InputError(
+            "question=unseen or window needs a cache policy that cuts at the end of a prompt: set"
+            " cache (or model.cache) without chunk, or leave question out"
+        )
+
+
 class QueryAgnostic(WrappedScorer):
     """A language model whose cache policy cuts documents before it sees what is asked about them.
 
@@ -135,11 +145,7 @@ class QueryAgnostic(WrappedScorer):
     needs_documents = True
 
     def __init__(self, lm: InferenceModel):
-        if not can_compress_prefix(lm.config):
-            raise InputError(
-                "question=unseen or window needs a cache policy that cuts at the end of a prompt:"
-                " set cache (or model.cache) without chunk, or leave question out"
-            )
+        check_compresses_prefix(lm.config)
         self.lm = lm
         self._ends: Sequence[int] | None = None
         self._prefix: tuple[bytes, CachedPrefix | None] = b"", None

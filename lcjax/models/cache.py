@@ -38,6 +38,7 @@ __all__ = [
     "Cache",
     "abstract_cache",
     "branch",
+    "check_cache",
     "create",
     "extend",
     "keep_heads",
@@ -258,6 +259,16 @@ def layer_caches(config: "ModelConfig", rotated: bool | None = None) -> list[Lay
     for place, number in enumerate(differing):
         caches[number] = caches[number].for_layer(place, len(differing))
     return caches
+
+
+def check_cache(config: "ModelConfig") -> None:
+    """Raises an InputError if `config.cache` is made for other layers than those of the model.
+
+    It reads the files of the cache method, and allocates nothing.
+    """
+    for kind in [] if config.cache is None else layer_caches(config):
+        kind.fit(1, None)
+        kind.arrays(layer_shape(config), 0)
 
 
 def layer_cache(config: "ModelConfig", rotated: bool | None = None) -> LayerCache:

@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import re
+import warnings
 
 import numpy as np
 import pytest
 from evaluation_support import only_the_run, texts
 
+from lcjax.attention import Landmark, Sliding
+from lcjax.attention.policies import DuoAttention, Knorm, SnapKV
 from lcjax.checkpoints.build import ModelSection
 from lcjax.data import TextConfig
 from lcjax.errors import InputError
@@ -22,6 +25,7 @@ from lcjax.evaluation import (
     run,
 )
 from lcjax.evaluation.eval_config import apply_method
+from lcjax.evaluation.run import check
 from lcjax.generation.language_model import LanguageModel
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope import DynamicNTK, Linear
@@ -97,6 +101,48 @@ def test_a_checkpoint_that_is_not_there_is_named_before_any_model_is_read(tmp_pa
     methods = (Method("base"), Method("trained", path=str(tmp_path / "absent")))
     with pytest.raises(InputError, match=r"^methods\.1\.path=.*absent: no such file or folder"):
         run(EvalConfig(model=ModelSection(preset="tiny"), methods=methods))
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ({"cache": DuoAttention("/absent.tsv")}, "model.cache.file=/absent.tsv .*No such file"),
+        ({"cache": Knorm(ratio=0.5), "pattern": Landmark()}, "type=knorm is not defined.*landmark"),
+        ({"cache": Knorm(ratio=0.5), "pattern": Sliding(8)}, "all layers of this model have win"),
+        ({"cache": Knorm(ratio=0.5), "question": "window"}, "knorm does not choose by the last"),
+        ({"question": "unseen"}, "question=unseen or window needs a cache policy"),
+    ],
+)
+def test_a_method_that_does_not_fit_its_model_is_named_before_any_model_is_read(
+    tmp_path, monkeypatch, method, words
+):
+    monkeypatch.setattr(LanguageModel, "load", lambda *_, **__: pytest.fail("a model was read"))
+    config = EvalConfig(
+        model=ModelSection(preset="tiny"),
+        methods=(Method("base"), Method("odd", **method)),
+        tasks=(Passkey(),),
+        lengths=(512,),
+        run=RunSection(str(tmp_path / "out")),
+    )
+    with pytest.raises(InputError, match=f"^methods: odd: .*{words}") as error:
+        run(config)
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+UNSEEN = ("unseen", "window")
+
+
+def test_a_question_of_a_method_without_effect_is_named_before_any_model_is_read(monkeypatch):
+    monkeypatch.setattr(LanguageModel, "load", lambda *_, **__: pytest.fail("a model was read"))
+    methods = (Method("full"), *(Method(x, cache=SnapKV(ratio=0.5), question=x) for x in UNSEEN))
+    config = EvalConfig(model=ModelSection(preset="tiny"), methods=methods)
+    words = "question of unseen, window has no effect on perplexity_slide_press"
+    with pytest.raises(InputError, match=f"^methods: {words}.*; leave question out"):
+        run(config)
+    with pytest.warns(UserWarning, match=f"^methods: {words}, whose texts have no question$"):
+        check(dataclasses.replace(config, tasks=(*config.tasks, Passkey()), lengths=(512,)))
+    with warnings.catch_warnings(action="error"):
+        check(dataclasses.replace(config, tasks=(Passkey(), Niah()), lengths=(512,)))
 
 
 def test_a_mesh_that_does_not_fit_the_devices_raises_input_error_before_anything_is_written(

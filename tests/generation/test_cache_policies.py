@@ -26,16 +26,20 @@ from kv_cache_golden import filter_file, head_file
 from small_norm import SmallNorm
 
 import lcjax
-from lcjax import cost
+from lcjax import checkpoints, cost
 from lcjax.attention import (
     AdaptiveHeads,
     CachePolicy,
     Channels,
     Critical,
+    HeadRates,
+    KeepAll,
     Landmark,
+    LayerRatios,
     Merging,
     Sliding,
     Threshold,
+    TurboQuant,
 )
 from lcjax.attention.cache import FullCache, Prompt
 from lcjax.attention.policies import (
@@ -258,6 +262,43 @@ def test_streaming_heads_have_slots_for_the_tokens_that_they_keep(lm):
             cache_lib.create(other, 1, 4096)
     with pytest.raises(InputError, match=r"model.cache.file=heads.tsv is no table of numbers"):
         cache_lib.create(config.replace(cache=DuoAttention("heads.tsv")), 1, 4096)
+
+
+OTHER_MODELS = [
+    (DuoAttention(head_file([[0.5, 0.1]])), "has 1 lines, and the model has 2 layers"),
+    (DuoAttention(head_file([[0.5] * 3] * 2)), "scores of 3 key heads, and the model has 2"),
+    (DuoAttention("/absent.tsv"), "No such file.*; give the authors' .tsv .* train.head_gates"),
+    (DuoAttention(__file__), "is no table of numbers.*; give the authors' .tsv of this model"),
+    (QFilter(tokens=9, file="/absent"), "No such file.*; write_query_filters .* makes one"),
+    (QFilter(tokens=9, file=filter_file(np.ones((2, 3, 16)))), "of 3 key heads, .* of this model"),
+    (Phases(QFilter(tokens=9, file="/absent")), "No such file"),
+    (Knorm(ratio=0.5, heads=HeadRates(file="/absent")), "heads.file=/absent .*; give LU-KV's"),
+    (Knorm(ratio=0.5, heads=HeadRates(file=head_file([[0.5] * 3] * 2))), "3 numbers in a line"),
+    (Knorm(ratio=0.5, heads=HeadRates(file=head_file([[0.5] * 2]))), "has 1 lines"),
+    (Knorm(ratio=0.5, layers=LayerRatios((0.5,))), "the 2 layers"),
+    (KeepAll(TurboQuant(exact_layers=0)), "head_dim=16 must be 32"),
+]
+
+
+@pytest.mark.parametrize(("method", "words"), OTHER_MODELS)
+def test_a_method_of_another_model_or_without_its_file_is_refused_before_weights_are_read(
+    lm, folder, monkeypatch, method, words
+):
+    monkeypatch.setattr(checkpoints, "load", lambda *_, **__: pytest.fail("weights were read"))
+    for refuse in (
+        lambda: LanguageModel.load(folder, cache=method),
+        lambda: LanguageModel.load(lcjax.ModelSection(preset="tiny", cache=method)),
+        lambda: lm.with_method(cache=method),
+        lambda: lm.with_method(cache=SnapKV(ratio=0.5)).with_method(cache=method),
+    ):
+        with pytest.raises(InputError, match=words) as error:
+            refuse()
+        assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def folder(lm, tmp_path_factory):
+    return str(lm.save(tmp_path_factory.mktemp("model") / "tiny"))
 
 
 def test_generated_tokens_are_evicted_every_few_steps(lm):

@@ -61,7 +61,8 @@ class DuoAttention(CacheMethod):
 
     def scores(self, num_layers: int) -> Float[np.ndarray, "L K"]:
         """Returns the numbers of the file, which has a line for each of `num_layers`."""
-        return read_head_table(self.file, "model.cache.file", num_layers)
+        way_out = "give the authors' .tsv of this model, or the heads.json of train.head_gates"
+        return read_head_table(self.file, "model.cache.file", num_layers, way_out)
 
     def streams(self, num_layers: int) -> Bool[np.ndarray, "L K"]:
         """Returns which key heads stream; of equal scores, those of the first layers."""
