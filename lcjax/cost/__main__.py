@@ -2,7 +2,9 @@
 
 It estimates the training that a config describes; nothing is loaded or compiled. Its own options
 are `--topology` (`v5p:2x2x2*4`: four slices), `--length` (default: data.length) and `--mfu`
-(default: 0.4); all other keys are those of train.py.
+(default: 0.4); all other keys are those of train.py. Without a config, a model is enough, as in
+`--model.preset=llama3-8b --length 131072 --topology h200:8`: the default of train.batch_size is
+then rounded up to equally many rows on each device.
 
 With `--longest` it prints the longest texts that fit instead, for every word of `model.remat`, with
 and without the optimizer's state in host memory.
@@ -31,7 +33,7 @@ from lcjax.errors import InputError, check_one_of
 from lcjax.generation import session
 from lcjax.models import ModelConfig
 from lcjax.models.weight_storage import num_weights
-from lcjax.parallel.sharding import AXES, make_mesh, slices_along
+from lcjax.parallel.sharding import AXES, make_mesh, mesh_sizes, slices_along
 from lcjax.progress import compiling
 from lcjax.training import TrainConfig, batches, compile_only, estimate
 
@@ -70,7 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_compiled and not is_local:  # this machine's devices must not be opened
         jax.config.update("jax_platforms", "cpu")
 
+    rows = ("--config=", "--train=", "--train.batch_size=")
+    names_rows = any(word.startswith(rows) for word in words)
+
     def run(config: TrainConfig) -> None:
+        if not names_rows:
+            count = jax.device_count() if topology is None else topology.devices
+            config = batches.with_whole_batch(config, mesh_sizes(config.mesh, count).shape)
         if is_compiled:
             fits = report(config, topology, programs)
         elif options["longest"] is not None:

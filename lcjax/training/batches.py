@@ -1,5 +1,6 @@
 """Batches of a run: checks of rows against model and mesh, and transfer to the devices."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -115,17 +116,32 @@ def check_teacher(config: TrainConfig) -> None:
         check_top(distill, StoredFiles(source).index["top"], source.path)
 
 
+def with_whole_batch(config: TrainConfig, sizes: Mapping[str, int]) -> TrainConfig:
+    """Returns `config` with `train.batch_size` rounded up to a value that `check_rows` accepts.
+
+    `sizes` are the sizes of the mesh axes by name.
+    """
+    unit = _row_unit(config, sizes)
+    rows = -(-config.train.batch_size // unit) * unit
+    return config.replace(train=dataclasses.replace(config.train, batch_size=rows))
+
+
+def _row_unit(config: TrainConfig, sizes: Mapping[str, int]) -> int:
+    """Returns the number of which `train.batch_size` must be a multiple."""
+    return math.prod(sizes[axis] for axis in ROWS) * config.train.accumulation
+
+
 def check_rows(config: TrainConfig, sizes: Mapping[str, int]) -> None:
     """Raises an InputError unless all devices get equal shares of every microbatch.
 
     `sizes` are the sizes of the mesh axes by name.
     """
-    shards, rows = math.prod(sizes[axis] for axis in ROWS), config.train.batch_size
-    unit = shards * config.train.accumulation
+    unit, rows = _row_unit(config, sizes), config.train.batch_size
     if rows % unit:
+        nearest = max(1, round(rows / unit)) * unit
         raise InputError(
-            f"train.batch_size={rows} must be a multiple of {row_axes(sizes)} x "
-            f"train.accumulation = {unit}; nearest: {max(1, round(rows / unit)) * unit}"
+            f"train.batch_size={rows} must be a multiple of {row_axes(sizes)} x train.accumulation"
+            f" = {unit}; nearest: {nearest} (--train.batch_size={nearest})"
         )
     # Two pieces per device, one from each end of a text, make the work of devices equal.
     pieces, length = 2 * sizes[LENGTH], config.data.decoder_length

@@ -384,7 +384,10 @@ def _architecture(section: ModelSection) -> ModelConfig:
     if section.preset is not None:
         return preset(section.preset)
     if section.path is None:
-        raise InputError("model.path=null: give a checkpoint, or model.preset")
+        raise InputError(
+            "model.path=null: name a checkpoint (--model.path=smollm2-135m-instruct), or an"
+            " architecture (--model.preset=llama3-8b)"
+        )
     if _is_local(section.path):
         return checkpoints.load_config(section.path)
     if (recipe := _recipe_of(section.path)) is not None:

@@ -65,13 +65,38 @@ def test_the_length_given_is_that_of_the_rows(capsys):
         (["--topology=h200:8", "--programs=train"], "add it, or leave both out"),
         (["--topology=h200:8", "--longest", "--compiled"], "leave one out"),
         (["--topology=h200:8", "--mesh.fsdp=3"], "set --mesh.fsdp=-1"),
-        (["--topology=h200:8", "--train.batch_size=12"], "nearest: 16"),
+        (["--topology=h200:8", "--train.batch_size=12"], "nearest: 16 (--train.batch_size=16)"),
+        (["--topology=h200:8", "--model.preset=null"], "(--model.preset=llama3-8b)"),
     ],
 )
 def test_what_cannot_be_estimated_is_one_line(words, message, capsys):
     assert command.main([*LLAMA, *words]) == 2
     output = capsys.readouterr().err
     assert message in output and output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        (["--topology=h200:8"], 8),
+        (["--topology=v5e:4x4"], 16),
+        (["--topology=h200:3"], 9),
+        (["--topology=v5e:4x4", "--train.accumulation=2"], 32),
+        (["--topology=h200:16", "--mesh.fsdp=4", "--mesh.tensor=4"], 8),
+    ],
+)
+def test_without_a_config_the_default_batch_gives_all_devices_equally_many_rows(
+    words, rows, capsys
+):
+    command.main(["--model.preset=tiny", "--length=256", *words])
+    assert f"rows of 256 tokens, {rows} per update" in capsys.readouterr().out
+
+
+def test_the_batch_of_a_config_is_not_rounded(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("model: {preset: tiny}\nrun: {folder: r}\n")
+    words = ["--config", str(tmp_path / "run.yaml"), "--topology=v5e:4x4", "--length=256"]
+    assert command.main(words) == 2
+    assert "nearest: 16 (--train.batch_size=16)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
