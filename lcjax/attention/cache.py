@@ -201,6 +201,29 @@ class LayerCache(abc.ABC):
         """Returns the fields of `AttentionMetadata` that describe the keys in shared slots."""
         return {}
 
+    def for_prompt(self, slots: int, tokens: int) -> tuple[LayerCache, int]:
+        """Returns the cache before a prompt of at most `tokens` tokens, and its slots.
+
+        It lacks slots that only longer prompts need before they are cut; `begin_prompt` adds them.
+
+        Args:
+          slots: slots for all tokens of a row.
+          tokens: number of tokens.
+        """
+        return self, slots
+
+    def begin_prompt(
+        self, arrays: Arrays, slots: Any, tokens: int
+    ) -> tuple[LayerCache, Arrays, Any]:
+        """Returns a cache that reads a prompt in any chunks and evicts nothing before its end.
+
+        Args:
+          arrays: as in `end_prompt`, which releases the slots again.
+          slots: as in `end_prompt`.
+          tokens: maximum number of tokens of the prompt.
+        """
+        return self, arrays, slots
+
     def needs_few(self, arrays: Arrays, prompt: Prompt) -> Bool[Array, ""]:
         """Returns whether few slots are enough for all rows at the end of a prompt.
 

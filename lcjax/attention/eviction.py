@@ -471,6 +471,11 @@ class Evicting(FullCache):
         return self.policy.threshold is None and self.policy.cuts_text
 
     @property
+    def _frees_prompts(self) -> bool:
+        """Whether the end of every prompt frees the slots that the prompt needed."""
+        return self.acts_on_prompt and self.cuts_prompts and self._frees_slots
+
+    @property
     def _packs_slots(self) -> bool:
         """Whether a cut leaves as many slots in use as the longest row has tokens.
 
@@ -938,6 +943,23 @@ class Evicting(FullCache):
             after = dataclasses.replace(after, longest=longest, held=held, is_prompt=False)
             return after, arrays, slots
         after = after._between_cuts(new, min(chunk, new))
+        return after, after._with_slots(arrays), slots
+
+    def for_prompt(self, slots, tokens):
+        if not self._frees_prompts:
+            return self, slots
+        slots = min(whole_blocks(tokens), slots)
+        return dataclasses.replace(self, slots=slots, longest=slots), slots
+
+    def begin_prompt(self, arrays, slots, tokens):
+        if not self.acts_on_prompt:
+            return self, arrays, slots
+        size = self.slots
+        if self._frees_prompts and self.is_prompt:
+            size = max(size, whole_blocks(tokens))
+        elif self._frees_prompts and not (self._packs_slots and size >= self.length):
+            size = whole_blocks(size + tokens)
+        after = dataclasses.replace(self, slots=size, longest=max(self.longest, tokens))
         return after, after._with_slots(arrays), slots
 
     def with_extra_slots(self, arrays, slots, tokens):

@@ -59,7 +59,7 @@ _SAVED = (
     *("ids", "chat_text", "ends_with_stop", "num_generated", "num_read", "num_cut"),
     *("chunk", "variables", "allow_special", "projected"),
 )
-_FORMAT = 1  # of the file
+_FORMAT = 2  # of the file
 _STATE = "conversation"  # the member of a file with all but the arrays of the cache
 # Fields of a model that change no array of its cache.
 _FREE = ("context_parallel", "context_group", "extended_length", "family", "remat")
@@ -427,7 +427,8 @@ class Conversation:
         """Returns the empty cache of the conversation, made by `create` or `abstract_cache`."""
         config, mesh = self.lm.model.config, self.lm.mesh
         slots = cache_lib.whole_blocks(self.length)
-        return make(config, self._num_rows, slots, chunk=self._chunk, mesh=mesh)
+        options = {"chunk": self._chunk, "prompt": self._chunk, "mesh": mesh}
+        return make(config, self._num_rows, slots, **options)
 
     def _stream(self, sampling: Sampling, query: str | Sequence[int] | None) -> Iterator[Piece]:
         tokenizer = self.lm.tokenizer
@@ -454,13 +455,19 @@ class Conversation:
         """Reads the tokens that are not in the cache yet; returns the logits after all of them."""
         self._session.memory = self.context.rows(1, self._num_rows - 1)
         ids = np.array(self._ids[self._num_read :], np.int32)
+        is_turn = len(ids) > 1 or not self._num_read  # else a generated token
+        slots = cache_lib.whole_blocks(self.length)
+        if is_turn:
+            # Rounded up to whole chunks, as each number compiles programs
+            tokens = min(-(-len(ids) // self._chunk) * self._chunk, slots)
+            cache = cache_lib.begin_prompt(self._session.cache, tokens, self.lm.mesh)
+            self._session.cache = cache
         logits = self._session.read_ids(ids, self._num_read, self._chunk)
         self._num_read += len(ids)
-        if len(ids) > 1:  # else a generated token
+        if is_turn:
             texts = [self._ids[self._num_cut : self._num_read]] * self._num_rows
-            # At most as many tokens follow as the cache has slots: how many is not known yet.
-            slots = cache_lib.whole_blocks(self.length)
-            settings = slots, self._chunk, texts, self.lm.tokenizer
+            # At most `slots` tokens are generated before the next turn: how many is not known yet.
+            settings = slots, 1, texts, self.lm.tokenizer
             self._session.end_prompt(*settings, start=self._num_cut)
             self._num_cut = self._num_read
         return logits

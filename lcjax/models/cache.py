@@ -99,6 +99,7 @@ def create(
     length: int,
     *,
     chunk: int | None = None,
+    prompt: int | None = None,
     rotated: bool | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
@@ -110,6 +111,8 @@ def create(
       length: maximum number of tokens of a row.
       chunk: maximum number of tokens that are read at once. A pattern that needs only some keys
         gets a rolling cache if that is smaller. None: a full cache.
+      prompt: maximum number of tokens of the first prompt, unless `begin_prompt` names more. None:
+        `length`.
       rotated: whether keys are stored rotated; None: unless the pattern of a layer moves them.
       mesh: shards rows over data and fsdp, heads over tensor, and slots over context where the
         kind of a layer allows it (`LayerCache.share_slots`); each device creates its part.
@@ -117,7 +120,8 @@ def create(
     Raises:
       InputError: the cache is larger than the free memory of a device.
     """
-    cache = abstract_cache(config, batch, length, chunk=chunk, rotated=rotated, mesh=mesh)
+    options = {"chunk": chunk, "prompt": prompt, "rotated": rotated, "mesh": mesh}
+    cache = abstract_cache(config, batch, length, **options)
     check_fits(
         cache,
         f"a cache for {batch} rows of {length:,} tokens would",
@@ -133,12 +137,15 @@ def abstract_cache(
     length: int,
     *,
     chunk: int | None = None,
+    prompt: int | None = None,
     rotated: bool | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
     """Returns shapes, dtypes and shardings of the cache that `create` returns, unallocated."""
 
     fitted = fitted_caches(config, length, chunk, rotated, mesh)
+    if prompt is not None:
+        fitted = [kind.for_prompt(slots, prompt) for kind, slots in fitted]
     distinct = list(dict.fromkeys(fitted))
 
     def layer(number, *stack):
@@ -474,6 +481,26 @@ def with_extra_slots(
     def act(kind, layer, slots):
         kind, layer, slots = kind.with_extra_slots(layer, slots, tokens)
         return kind, layer | arrays if kind.evicts else layer, slots
+
+    return _for_each_layer(cache, act, mesh)
+
+
+def begin_prompt(cache: Cache, tokens: int, mesh: jax.sharding.Mesh | None = None) -> Cache:
+    """Begins a prompt: layers with a cache policy evict nothing before `end_prompt`.
+
+    Args:
+      cache: the earlier tokens.
+      tokens: maximum number of tokens of the prompt.
+      mesh: as in `create`.
+    """
+    is_cut = any(kind.acts_on_prompt for kind in cache.kinds)
+    return _begin_prompt(cache, tokens, mesh) if is_cut else cache
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _begin_prompt(cache: Cache, tokens: int, mesh: jax.sharding.Mesh | None) -> Cache:
+    def act(kind, arrays, slots):
+        return kind.begin_prompt(arrays, slots, tokens)
 
     return _for_each_layer(cache, act, mesh)
 

@@ -512,7 +512,8 @@ def test_a_policy_in_a_file_of_the_user_is_a_config_key():
         ({"position": "alibi"}, "model.cache is not defined for models with position=alibi"),
         ({"pattern": Landmark(block=4, top_k=1, train_length=32, token=3)},
          "model.cache.type=small_norm is not defined for layers under model.pattern.type=landmark"),
-        ({"cache": "small_norm"}, "model.cache='small_norm' must be of type .*CacheMethod"),
+        ({"cache": "small_norm"},
+         "model.cache='small_norm' must be an instance of CacheMethod; pass small_norm.SmallNorm"),
     ],
 )  # fmt: skip
 def test_models_that_cannot_evict_tokens_are_refused(change, message):

@@ -12,6 +12,7 @@ from cache_policy_support import (
     SIX,
     THIN,
     Requests,
+    held_tokens,
     named,
     order_of,
     read_session,
@@ -130,6 +131,65 @@ def test_a_conversation_goes_on_after_its_prompts_are_cut(lm, method, tmp_path):
     last = len(talk.tokens) - 2
     for head in order_indices(talk._session.cache):
         assert head[-1] == last and len(head) < last
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        SnapKV(tokens=24, window=8, every=4),
+        *(
+            pytest.param(method, marks=pytest.mark.slow)
+            for method in (
+                KeyDiff(ratio=0.5, every=4),
+                Phases(Knorm(tokens=24, every=4), KeyDiff(ratio=0.5)),
+                KVzip(ratio=0.5, repeat_size=32),
+                dataclasses.replace(DUO, every=4),
+                THIN,
+                LAZY,
+                KeyDiff(tokens=24, every=8, merge=Merging()),
+            )
+        ),
+    ],
+    ids=named,
+)
+def test_a_turn_is_read_whole_in_chunks_of_any_size(lm, method):
+    """It sees what stayed of the turns before it, and nothing is evicted before its end."""
+    lm, turn, ends = lm.with_method(cache=method), text(1, 80), []
+    for chunk in (16, 80):
+        talk = Conversation(lm, length=400, prefill_chunk=chunk)
+        talk.read(turn)
+        talk.write(Sampling(max_new_tokens=3, min_new_tokens=3))
+        talk.read(text(2, 79))  # the last generated token is read with it
+        ends.append((talk._read_text(), held_tokens(talk._session.cache)))
+    # As a prompt that continues a prefix, which is read whole
+    options = {"num_new": 1, "chunk": 80, "prefix": read_prefix(lm, turn)}
+    expected, _ = read_prompts(lm, [talk.tokens], lm.rotation(400), **options)
+    for logits, held in ends:
+        np.testing.assert_allclose(logits, expected, atol=1e-4)
+        assert held == ends[0][1]
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        (SnapKV(tokens=24, window=8, every=4), "values"),
+        pytest.param(DUO, "streaming.values", marks=pytest.mark.slow),
+    ],
+    ids=["snapkv", "duo"],
+)
+def test_a_conversation_has_slots_for_what_stays_and_a_turn_while_it_is_read(lm, method, name):
+    talk = Conversation(lm.with_method(cache=method), length=4000, prefill_chunk=64)
+
+    def slots():
+        return {layer[name].shape[2] for layer in talk._session.cache.layers}
+
+    assert slots() == {64}
+    talk.read(text(1, 1))  # the first turn, also of one token
+    for length in (191, 63, 0):
+        talk.write(Sampling(max_new_tokens=70, min_new_tokens=70))
+        assert slots() == {64}
+        assert all(len(head) < 32 for head in held_tokens(talk._session.cache).values())
+        talk.read(text(length, length))
 
 
 @pytest.mark.parametrize(

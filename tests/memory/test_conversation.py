@@ -267,10 +267,10 @@ def test_a_file_is_opened_with_the_rotation_and_the_files_of_its_method(tmp_path
     heads.write_text("[[0.1, 0.9], [0.8, 0.2]]")
     with pytest.raises(InputError, match="written with another model.cache"):
         Conversation.open(duo, file)
-    monkeypatch.setattr("lcjax.generation.conversation._FORMAT", 2)
+    monkeypatch.setattr("lcjax.generation.conversation._FORMAT", 3)
     Conversation(dynamic, length=200).save(file)
     monkeypatch.undo()
-    with pytest.raises(InputError, match="has format 2, and this version reads 1"):
+    with pytest.raises(InputError, match="has format 3, and this version reads 2"):
         Conversation.open(dynamic, file)
     np.save(tmp_path / "array.npy", np.zeros(3))
     for path, words in (("array.npy", "no file of a conversation"), (".", "cannot be read")):

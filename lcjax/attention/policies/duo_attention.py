@@ -109,6 +109,10 @@ class HeadGroups(LayerCache):
             return stream, slots
         return dataclasses.replace(self, stream=stream, full=full), length
 
+    def for_prompt(self, slots, tokens):
+        stream, _ = self.stream.for_prompt(self.stream.slots, tokens)
+        return dataclasses.replace(self, stream=stream), slots
+
     def num_visible(self, length, tokens):
         share = len(self.heads) / self.num_heads
         return round((1 - share) * length + share * self.stream.num_visible(length, tokens))
@@ -190,6 +194,13 @@ class HeadGroups(LayerCache):
             result |= {prefix + name: array for name, array in group_arrays.items()}
         out = jnp.concatenate(outs, 2)[:, :, np.argsort(np.concatenate(order))]
         return out.reshape(rows, length, count, size), result
+
+    def begin_prompt(self, arrays, slots, tokens):
+        if not self.heads:
+            return self, arrays, slots
+        stream_arrays = of_prefix(arrays, _STREAMING)
+        stream, stream_arrays, last = self.stream.begin_prompt(stream_arrays, slots[1], tokens)
+        return self._with_stream(stream, arrays, stream_arrays, (slots[0], last))
 
     def end_prompt(self, arrays, slots, prompt, new, chunk, counts=None):
         if not self.heads or not self.acts_on_prompt:
