@@ -180,6 +180,10 @@ class LayerCache(abc.ABC):
     def arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shapes and dtypes of one row's arrays by name, each [heads, _, _]."""
 
+    def slots_of(self, arrays: Arrays) -> int:
+        """Returns the number of slots of a layer with these arrays."""
+        return arrays["values"].shape[-2]
+
     @abc.abstractmethod
     def shared(self, rows: int, slots: int) -> Any:
         """Returns shapes and dtypes of the arrays that all layers of this kind share."""

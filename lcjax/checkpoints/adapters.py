@@ -47,7 +47,7 @@ from lcjax.files import (
     read_json,
     write_hf_json,
 )
-from lcjax.models.layer_groups import stack_layers
+from lcjax.models.layer_groups import unstack_layers
 from lcjax.models.lora import is_adapter
 from lcjax.models.model_config import LayerKind, ModelConfig
 from lcjax.parallel import distributed
@@ -579,21 +579,18 @@ def _tensors(params: dict, config: ModelConfig) -> dict[str, np.ndarray]:
     """Returns the matrices with `peft`'s names and layouts: A is [r, in], B is [out, r]."""
     rank, tensors = config.lora.rank, {}
     adapters = jax.tree.map(distributed.gather, split(params, is_adapter)[0])
-    if "layers" not in adapters:
-        adapters = stack_layers(adapters, config)
+    if "layers" in adapters:
+        adapters = unstack_layers(adapters, config)
     leaves, order = flatten(adapters), hf_names.checkpoint_order(config)
     for entry in hf_names.entries(config):
-        module = entry.path.removesuffix("kernel")
-        if f"{module}lora_a" not in leaves:
-            continue
-        pair = leaves[f"{module}lora_a"], leaves[f"{module}lora_b"]
-        for name, a, b in zip(entry.names, *pair, strict=True):
+        for one in entry.by_layer():
+            module = one.path.removesuffix("kernel")
+            if f"{module}lora_a" not in leaves:
+                continue
+            a, b = (np.asarray(leaves[f"{module}lora_{x}"], np.float32) for x in "ab")
             if order is not None and entry.path.startswith(hf_names.ROTATED):
                 b = b[..., np.argsort(order)]
-            module = _PREFIX + name.removesuffix(".weight")
-            for part, matrix in (
-                ("lora_A", a.astype(np.float32).reshape(-1, rank).T),
-                ("lora_B", b.astype(np.float32).reshape(rank, -1).T),
-            ):
-                tensors[f"{module}.{part}.weight"] = matrix
+            module = _PREFIX + one.names[0].removesuffix(".weight")
+            tensors[f"{module}.lora_A.weight"] = a.reshape(-1, rank).T
+            tensors[f"{module}.lora_B.weight"] = b.reshape(rank, -1).T
     return tensors

@@ -92,7 +92,7 @@ BERT_FOLDERS = dataclasses.replace(
 def bert_entries(config: BertConfig, *, older_names: bool = True) -> tuple[Entry, ...]:
     """Returns the leaves of a BERT's tree; `older_names` as in `BertConfig.hf_rows`."""
     rows = config.hf_rows(older_names=older_names)
-    return entries_of(rows, config.hf_axes(), config.num_layers)
+    return entries_of(rows, config.hf_axes(), range(config.num_layers))
 
 
 class BertFolder:

@@ -15,7 +15,8 @@ from lcjax.errors import InputError
 from lcjax.models.model_config import ModelConfig
 from lcjax.rope import NoRotation
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
+# Values of `layer_types`
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Family:
     fused: tuple[str, ...] = ()  # projections that are stored together, from `hf_names.FUSED`
     experts: tuple[Key, ...] = ()  # of a mixture of experts; keys set fields of `Experts`
     fixed_experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of these
+    # Of the mixer of layers that `layer_types` calls LINEAR; keys set fields of `GatedDeltaNet`
+    mixer: tuple[Key, ...] = ()
     quantised: tuple[str, ...] = ()  # methods of `quantization_config` that are read
     # Keys and the only values that are supported; the first value is that of an absent key.
     only: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
@@ -124,6 +127,11 @@ def unrotated(hf: dict[str, Any]) -> list[bool]:
     count = hf["num_hidden_layers"]
     rotated = hf.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(count)]
     return [not layer for layer in rotated]
+
+
+def _linear_layers(hf: dict[str, Any]) -> list[str]:
+    interval = hf.get("full_attention_interval", 4)
+    return [FULL if (i + 1) % interval == 0 else LINEAR for i in range(hf["num_hidden_layers"])]
 
 
 _EPSILON = Key("rms_norm_eps", ("norm_epsilon",), 1e-5)  # of classes whose default is not Llama's
@@ -184,6 +192,16 @@ _COHERE = {
     "epsilon": Key("layer_norm_eps", ("norm_epsilon",), 1e-5),
     "tied": True,
     "interleaved": True,
+}
+_QWEN_MIXER = {
+    "mixer": (
+        Key("linear_num_key_heads", ("key_heads",), 16),
+        Key("linear_num_value_heads", ("value_heads",), 32),
+        Key("linear_key_head_dim", ("key_dim",), 128),
+        Key("linear_value_head_dim", ("value_dim",), 128),
+        Key("linear_conv_kernel_dim", ("taps",), 4),
+    ),
+    "default_types": _linear_layers,
 }
 _NORMALIZE = Key("norm_topk_prob", ("normalize",), False)
 
@@ -416,6 +434,20 @@ FAMILIES: dict[str, Family] = {
         experts=(*_expert_keys("num_experts", 64, 8, 0.01), _NORMALIZE),
         only={"clip_qkv": (None,)},
     ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        {"qk_norm": "head", "norm_plus_one": True, "attention_gate": True},
+        (_ATTENTION_BIAS,),
+        head_dim=256,
+        rotary_fraction=0.25,
+        fused=("self_attn.q_proj", "linear_attn.in_proj_qkv", "linear_attn.conv1d"),
+        modules={
+            "linear_attn.g_proj": "linear_attn.in_proj_z",
+            "linear_attn.b_proj": "linear_attn.in_proj_b",
+            "linear_attn.a_proj": "linear_attn.in_proj_a",
+        },
+        **_QWEN_MIXER,
+    ),
     "gpt_oss": Family(
         *("GptOssForCausalLM", {"attention_sinks": True}),
         keys=(Key("attention_bias", ("qkv_bias", "out_bias"), True),),
@@ -454,7 +486,7 @@ _NEUTRAL = {
         *("gated_mlp", "query_scale", "query_scale_length", "query_scale_layers"),
         *("qkv_bias", "out_bias", "mlp_bias", "head_bias", "rotary_fraction", "embedding_scale"),
         *("residual_scale", "attention_scale", "attention_soft_cap", "logit_scale"),
-        *("logit_soft_cap", "position", "attention_sinks"),
+        *("logit_soft_cap", "position", "attention_sinks", "attention_gate"),
     )
 }
 
@@ -510,6 +542,18 @@ def _expert_differences(config: ModelConfig, family: Family) -> list[str]:
     ] + unset
 
 
+def _mixer_differences(config: ModelConfig, family: Family) -> list[str]:
+    """Lists mixers of layers, unless all are one that the keys of the family describe."""
+    mixers = {layer.mixer for layer, _ in config.layer_counts} - {None}
+    names = {field for key in family.mixer for field in key.fields}
+    fits = len(mixers) == 1 and all(
+        field.name in names or getattr(mixer, field.name) == field.default
+        for mixer in mixers
+        for field in dataclasses.fields(mixer)
+    )
+    return [] if not mixers or (family.mixer and fits) else [f"mixer={m}" for m in mixers]
+
+
 def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[str]]:
     """Lists what the family cannot express: values of fields; patterns and ropes of layers."""
     required = _NEUTRAL | family.fixed_fields(config.width)
@@ -528,7 +572,7 @@ def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[s
         elif config.query_scale:  # transformers has one key for both
             required["query_scale_length"] = config.rope.original_length
     fields = [f"{k}={getattr(config, k)!r}" for k, v in required.items() if getattr(config, k) != v]
-    fields += _expert_differences(config, family)
+    fields += _expert_differences(config, family) + _mixer_differences(config, family)
     if not family.own_head_dim and config.head_dim * config.num_heads != config.width:
         fields.append(f"head_dim={config.head_dim}")
     wrong = [

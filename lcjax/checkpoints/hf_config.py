@@ -8,6 +8,7 @@ from lcjax.attention import Causal, DualChunk, Landmark, Sliding
 from lcjax.checkpoints.families import (
     FAMILIES,
     FULL,
+    LINEAR,
     SLIDING,
     Family,
     family_of,
@@ -18,6 +19,7 @@ from lcjax.checkpoints.hf_files import FAMILY_TYPES, check_types, stated
 from lcjax.checkpoints.quantised_weights import METHODS, method_of
 from lcjax.errors import InputError, is_finite_number
 from lcjax.models.experts import Experts
+from lcjax.models.mixer import GatedDeltaNet
 from lcjax.models.model_config import LayerKind, ModelConfig, shortest_period
 from lcjax.rope import NoRotation, Rope, from_hf
 
@@ -40,6 +42,7 @@ _DUAL_CHUNK_TYPES = ("qwen2", "qwen3")  # model types whose vLLM classes read it
 # transformers' defaults for keys that `text_config` omits (the published Gemma 3 4B omits most).
 # With several types, `text_config` must state its own.
 WRAPPERS: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen3_5": {"qwen3_5_text": {}},
     "mistral3": {"mistral": {}, "ministral3": {}},  # Mistral Small 3.1, Ministral 3
     "gemma3": {
         "gemma3_text": {
@@ -263,13 +266,17 @@ def _require(hf: dict[str, Any], where: str, key: str, default: Any, allowed: tu
 
 
 def _layer_fields(hf: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Returns `pattern`, `rope` and `layers`: which layers have a window, and how they rotate."""
+    """Returns the fields of layers: windows, rotations, and mixers in place of attention."""
     count = hf["num_hidden_layers"]
     rope, local = _ropes(hf, family, where)
     window = hf.get("sliding_window", family.window)
     if family.windows == "none" or (family.window_switch and not hf.get("use_sliding_window")):
         window = None
-    types = hf.get("layer_types") if family.windows == "types" else None
+    mixer = (
+        GatedDeltaNet(**{k.fields[0]: k.value(hf) for k in family.mixer}) if family.mixer else None
+    )
+    states_types = family.windows == "types" or mixer is not None
+    types = hf.get("layer_types") if states_types else None
     if not types:
         types = family.default_types(hf) if family.default_types else [SLIDING] * count
     if len(set(types)) == 1:
@@ -280,20 +287,23 @@ def _layer_fields(hf: dict[str, Any], family: Family, where: str) -> dict[str, A
         "full": [window is None or name == FULL for name in types],
         "full beside windows": [window is not None and name == FULL for name in types],
     }[family.unrotated_layers]
-    if len(types) != count or len(no_rotation) != count or not set(types) <= {FULL, SLIDING}:
+    known = (FULL, SLIDING if mixer is None else LINEAR)
+    if len(types) != count or len(no_rotation) != count or not set(types) <= {*known}:
         raise InputError(
             f"{where}: layer_types={types!r:.60} and no_rope_layers must have an entry for each of"
-            f" the {count} layers; supported types: {FULL}, {SLIDING}"
+            f" the {count} layers; supported types: {', '.join(known)}"
         )
     kinds = [
         LayerKind(
             pattern=None if window is None or name == FULL else Sliding(window=window),
             rope=NoRotation() if is_unrotated else local if name == SLIDING else None,
+            mixer=mixer if name == LINEAR else None,
         )
         for name, is_unrotated in zip(types, no_rotation, strict=True)
     ]
     if len(set(kinds)) == 1:
-        return {"pattern": kinds[0].pattern or Causal(), "rope": kinds[0].rope or rope}
+        pattern, rope = kinds[0].pattern or Causal(), kinds[0].rope or rope
+        return {"pattern": pattern, "rope": rope, "mixer": kinds[0].mixer}
     return {"pattern": Causal(), "rope": rope, "layers": shortest_period(kinds)}
 
 
@@ -517,7 +527,14 @@ def _rotations(config: ModelConfig) -> list[Rope]:
 
 
 def _layers_to_hf(config: ModelConfig, family: Family, kind: str) -> dict[str, Any]:
-    """Returns the keys for layers with a window, and for layers that do not rotate."""
+    """Returns the keys for layers with a window or a mixer, and for those that do not rotate."""
+    layers = [config.layer(index) for index in range(config.num_layers)]
+    mixer = next((layer.mixer for layer in layers if layer.mixer is not None), None)
+    if family.mixer:
+        fields = {"layer_types": [FULL if x.mixer is None else LINEAR for x in layers]}
+        if mixer is not None:
+            fields |= {key.name: getattr(mixer, key.fields[0]) for key in family.mixer}
+        return fields
     if family.windows == "none":
         return {}
     sizes = windows(config)
@@ -533,7 +550,6 @@ def _layers_to_hf(config: ModelConfig, family: Family, kind: str) -> dict[str, A
         # transformers 4 reads the number of the first layer with a window; all after it have one.
         first = sizes.index(window) if window is not None else config.num_layers
         fields["max_window_layers"] = first if None not in sizes[first:] else config.num_layers
-    layers = map(config.layer, range(config.num_layers))
     rotated = [not isinstance(layer.rope, NoRotation) for layer in layers]
     if family.unrotated_layers == "listed":
         fields["no_rope_layers"] = list(map(int, rotated))

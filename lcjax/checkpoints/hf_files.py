@@ -124,6 +124,8 @@ FAMILY_TYPES = {
         (
             "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
             "shared_expert_intermediate_size",
+            "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+            "linear_value_head_dim", "linear_conv_kernel_dim", "full_attention_interval",
         ),
         _COUNT,
     ),

@@ -2,10 +2,12 @@
 
 A row is `(tensor, axes, path, our axes, condition)`. Letters are the library's array axes, and a
 comma separates the axes of the stored tensor: with `"NH,D" -> "DNH"`, a matrix [N*H, D] is viewed
-as [N, H, D] and transposed to [D, N, H]. Names with `{}` occur once per layer and are stacked on a
-leading axis L under `layers/`. Besides the usual letters, P counts pairs of rotary channels, M is
-the hidden width of CLEX's learned frequencies and O the width of the dense layer before masked
-logits. Rows and letters of a memory are in its own module (`Memory.hf_rows`).
+as [N, H, D] and transposed to [D, N, H]. Nothing between two commas is an axis of size 1. Names
+with `{}` occur once per layer and are stacked on a leading axis L under `layers/`. Besides the
+usual letters, P counts pairs of rotary channels, M is the hidden width of CLEX's learned
+frequencies and O the width of the dense layer before masked logits. Rows and letters of a memory
+are in its own module (`Memory.hf_rows`). Of a mixer, G counts heads of keys with C channels, U
+heads of values with Y channels, and W the taps of its convolution.
 
 E counts experts, whose width is F; S is the width of a shared expert. A name with `*` stands for
 one tensor per expert, with the expert's number for `*`; the row describes their concatenation along
@@ -19,11 +21,12 @@ either name, or under both with equal values; both are written.
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from lcjax.checkpoints.families import FAMILIES, family_of
+from lcjax.checkpoints.families import FAMILIES, Family, family_of
 from lcjax.models.memory import Memory, TensorRow
 from lcjax.models.model_config import ModelConfig
 
@@ -31,15 +34,20 @@ from lcjax.models.model_config import ModelConfig
 # fields, or a flag of `_rows`. Rows whose path begins with `layers/` occur once per layer.
 _ATTENTION, _MLP, _EXPERTS = "layers/attention", "layers/mlp", "layers/mlp/experts"
 _SHARED = "layers/mlp/shared"
+_MIXER = "layers/mixer"
 _DECODER = (
     ("model.embed_tokens.weight", "V,D", "embed/embedding", "VD", ""),
     ("input_layernorm.weight", "D", f"{_ATTENTION}_norm/scale", "D", "before"),
     ("input_layernorm.bias", "D", f"{_ATTENTION}_norm/bias", "D", "norm_biases"),
-    ("self_attn.q_proj.weight", "NH,D", f"{_ATTENTION}/query/kernel", "DNH", ""),
+    ("self_attn.q_proj.weight", "NH,D", f"{_ATTENTION}/query/kernel", "DNH", "ungated"),
+    ("self_attn.query.weight", "NH,D", f"{_ATTENTION}/query/kernel", "DNH", "attention_gate"),
+    ("self_attn.gate.weight", "NH,D", f"{_ATTENTION}/output_gate/kernel", "DNH", "attention_gate"),
     ("self_attn.k_proj.weight", "KH,D", f"{_ATTENTION}/key/kernel", "DKH", ""),
     ("self_attn.v_proj.weight", "KH,D", f"{_ATTENTION}/value/kernel", "DKH", ""),
     ("self_attn.o_proj.weight", "D,NH", f"{_ATTENTION}/out/kernel", "NHD", ""),
-    ("self_attn.q_proj.bias", "NH", f"{_ATTENTION}/query/bias", "NH", "qkv_bias"),
+    ("self_attn.q_proj.bias", "NH", f"{_ATTENTION}/query/bias", "NH", "ungated bias"),
+    ("self_attn.query.bias", "NH", f"{_ATTENTION}/query/bias", "NH", "gated bias"),
+    ("self_attn.gate.bias", "NH", f"{_ATTENTION}/output_gate/bias", "NH", "gated bias"),
     ("self_attn.k_proj.bias", "KH", f"{_ATTENTION}/key/bias", "KH", "qkv_bias"),
     ("self_attn.v_proj.bias", "KH", f"{_ATTENTION}/value/bias", "KH", "qkv_bias"),
     ("self_attn.o_proj.bias", "D", f"{_ATTENTION}/out/bias", "D", "out_bias"),
@@ -49,6 +57,19 @@ _DECODER = (
     ("self_attn.k_norm.weight", "KH", f"{_ATTENTION}/key_norm/scale", "KH", "norms over heads"),
     ("self_attn.q_norm.weight", "N,H", f"{_ATTENTION}/query_norm/scale", "NH", "norms by head"),
     ("self_attn.k_norm.weight", "K,H", f"{_ATTENTION}/key_norm/scale", "KH", "norms by head"),
+    ("linear_attn.q_proj.weight", "GC,D", f"{_MIXER}/query/kernel", "DGC", "mixer"),
+    ("linear_attn.k_proj.weight", "GC,D", f"{_MIXER}/key/kernel", "DGC", "mixer"),
+    ("linear_attn.v_proj.weight", "UY,D", f"{_MIXER}/value/kernel", "DUY", "mixer"),
+    ("linear_attn.g_proj.weight", "UY,D", f"{_MIXER}/output_gate/kernel", "DUY", "mixer"),
+    ("linear_attn.b_proj.weight", "U,D", f"{_MIXER}/beta/kernel", "DU", "mixer"),
+    ("linear_attn.a_proj.weight", "U,D", f"{_MIXER}/decay/kernel", "DU", "mixer"),
+    ("linear_attn.q_conv.weight", "GC,,W", f"{_MIXER}/query_taps", "WGC", "mixer"),
+    ("linear_attn.k_conv.weight", "GC,,W", f"{_MIXER}/key_taps", "WGC", "mixer"),
+    ("linear_attn.v_conv.weight", "UY,,W", f"{_MIXER}/value_taps", "WUY", "mixer"),
+    ("linear_attn.A_log", "U", f"{_MIXER}/decay_rate", "U", "mixer"),
+    ("linear_attn.dt_bias", "U", f"{_MIXER}/decay_bias", "U", "mixer"),
+    ("linear_attn.norm.weight", "Y", f"{_MIXER}/norm/scale", "Y", "mixer"),
+    ("linear_attn.out_proj.weight", "D,UY", f"{_MIXER}/out/kernel", "UYD", "mixer"),
     ("post_attention_layernorm.weight", "D", f"{_ATTENTION}_after_norm/scale", "D", "after"),
     ("post_attention_layernorm.weight", "D", f"{_MLP}_norm/scale", "D", "only before"),
     ("pre_feedforward_layernorm.weight", "D", f"{_MLP}_norm/scale", "D", "before and after"),
@@ -80,10 +101,25 @@ _DECODER = (
     ("lm_head.weight", "V,D", "head/kernel", "DV", "untied"),
     ("lm_head.bias", "V", "head/bias", "V", "head_bias"),
 )
-# Matrices that some classes store fused, and the modules whose rows they hold, in order.
+
+
+class Fused(NamedTuple):
+    """A matrix that some classes store in place of several."""
+
+    parts: tuple[str, ...]  # the modules whose rows it holds, in order
+    # The letter of an axis, each of whose entries has its rows of all parts, one part after the
+    # other; "": all rows of a part are together
+    groups: str = ""
+
+
 FUSED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "self_attn.qkv_proj": Fused(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    "mlp.gate_up_proj": Fused(("mlp.gate_proj", "mlp.up_proj")),
+    "self_attn.q_proj": Fused(("self_attn.query", "self_attn.gate"), "N"),
+    "linear_attn.in_proj_qkvz": Fused(tuple(f"linear_attn.{x}_proj" for x in "qkvg"), "G"),
+    "linear_attn.in_proj_ba": Fused(("linear_attn.b_proj", "linear_attn.a_proj"), "G"),
+    "linear_attn.in_proj_qkv": Fused(tuple(f"linear_attn.{x}_proj" for x in "qkv")),
+    "linear_attn.conv1d": Fused(tuple(f"linear_attn.{x}_conv" for x in "qkv")),
 }
 # Leaves whose channels are rotated.
 ROTATED = tuple(f"{_ATTENTION}/{name}/" for name in ("query", "key", "query_norm", "key_norm"))
@@ -121,14 +157,16 @@ class Entry:
     """One leaf of the tree and the stored tensors that it consists of."""
 
     path: str  # "layers/attention/query/kernel"
-    names: tuple[str, ...]  # one per layer, or a single one
-    stacked: bool  # whether the leaf has a leading layer axis
+    names: tuple[str, ...]  # one for each of `layers`, or a single one
+    stacked: bool  # whether the leaf has a leading axis of layers
     view: tuple[int, ...]  # shape of the stored tensor with its axes split
     tensor_shape: tuple[int, ...]  # shape of the stored tensor
     order: tuple[int, ...]  # axes of the view in the leaf's order
     aliases: tuple[tuple[str, ...], ...]  # for each of `names`, other names of the same tensor
+    layers: tuple[int, ...] = ()  # for each of `names`, the number of its layer, if stacked
     # Rotary channels of each head that the stored tensor has in pairs of neighbours; 0: none
     interleaved: int = 0
+    groups: int = 1  # of rows of its fused tensor (`Fused.groups`)
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -139,6 +177,27 @@ class Entry:
     def shape(self) -> tuple[int, ...]:
         """Shape of the leaf."""
         return (len(self.names), *self.layer_shape) if self.stacked else self.layer_shape
+
+    def spellings(self, layer: int | None) -> tuple[str, ...]:
+        """Returns the names under which the tensor of a layer is written; None: not stacked."""
+        at = 0 if layer is None else self.layers.index(layer)
+        return self.names[at], *self.aliases[at]
+
+    def by_layer(self) -> list["Entry"]:
+        """Returns the leaves of separate layers, each with a path of its own."""
+        if not self.stacked:
+            return [self]
+        return [
+            dataclasses.replace(
+                self,
+                path=self.path.replace("layers/", f"layers_{layer}/", 1),
+                names=(name,),
+                stacked=False,
+                aliases=(others,),
+                layers=(),
+            )
+            for layer, name, others in zip(self.layers, self.names, self.aliases, strict=True)
+        ]
 
     def dtype(self, param_dtype: str) -> str:
         """Returns `param_dtype`, but float32 for learned frequencies.
@@ -200,9 +259,9 @@ def alternating(name: str) -> tuple[str, int] | None:
 
 def parts_of(name: str) -> list[str]:
     """Returns the tensors whose rows a fused tensor holds; empty for other tensors."""
-    for fused, parts in FUSED.items():
-        if f".{fused}." in name:
-            return [name.replace(fused, part) for part in parts]
+    for module, fused in FUSED.items():
+        if f".{module}." in name:
+            return [name.replace(module, part) for part in fused.parts]
     return []
 
 
@@ -213,10 +272,10 @@ def fused_modules(config: ModelConfig) -> tuple[str, ...]:
 
 def fused_name(name: str, modules: Iterable[str]) -> str | None:
     """Returns the tensor of one of the fused `modules` that holds a tensor's rows; None: none."""
-    for fused in modules:
-        for part in FUSED[fused]:
+    for module in modules:
+        for part in FUSED[module].parts:
             if f".{part}." in name:
-                return name.replace(part, fused)
+                return name.replace(part, module)
     return None
 
 
@@ -228,10 +287,26 @@ def fuses_adapters(config: ModelConfig) -> bool:
 
 
 def entries(config: ModelConfig) -> tuple[Entry, ...]:
-    """Returns the leaves of a decoder's tree in the order in which the model uses them."""
-    rows = list(_rows(config))
-    table = entries_of(rows, _sizes(config), config.num_layers)
-    if FAMILIES[family_of(config).name].interleaved:
+    """Returns the leaves of a decoder's tree in the order in which the model uses them.
+
+    A leaf that only some layers have, or whose shape differs between layers, is stacked over the
+    layers where it is the same.
+    """
+    family = FAMILIES[family_of(config).name]
+    rows: dict[tuple[int, TensorRow, tuple[tuple[str, int], ...], int], list[int]] = {}
+    for number, kind in enumerate(config.kinds):
+        layer = config.of_kind(kind)
+        layers = [i for i, other in enumerate(config.kind_by_layer) if other == number]
+        sizes = _sizes(layer)
+        for place, row in _rows(layer, family):
+            used = tuple((letter, sizes[letter]) for letter in row[3])
+            key = place, row, used, _num_groups(row[0], family, sizes)
+            rows.setdefault(key, []).extend(layers)
+    table = tuple(
+        dataclasses.replace(_entry(row, dict(sizes), sorted(layers)), groups=groups)
+        for (_, row, sizes, groups), layers in sorted(rows.items())
+    )
+    if family.interleaved:
         table = tuple(
             dataclasses.replace(entry, interleaved=config.rotary_dim)
             if entry.path.startswith(ROTATED)
@@ -241,41 +316,51 @@ def entries(config: ModelConfig) -> tuple[Entry, ...]:
     if config.memory is None:
         return table
     after = max(i for i, entry in enumerate(table) if entry.stacked) + 1
-    memory = _memory_entries(config, rows)
+    memory = _memory_entries(config, [row for _, row, *_ in sorted(rows)])
     return (*table[:after], *memory, *table[after:], *_encoder_entries(config.memory))
 
 
+def _num_groups(name: str, family: Family, sizes: Mapping[str, int]) -> int:
+    """Returns the number of groups of rows of the fused tensor that holds a tensor."""
+    for module in family.fused:
+        fused = FUSED[module]
+        if fused.groups and any(f".{part}." in name for part in fused.parts):
+            return sizes[fused.groups]
+    return 1
+
+
 def entries_of(
-    rows: Iterable[TensorRow], sizes: Mapping[str, int], num_layers: int
+    rows: Iterable[TensorRow], sizes: Mapping[str, int], layers: Sequence[int]
 ) -> tuple[Entry, ...]:
-    """Returns the leaves that `rows` describe, for sizes of the letters; of any architecture."""
-    return tuple(_entry(row, sizes, num_layers) for row in rows)
+    """Returns the leaves that `rows` describe; of any architecture.
+
+    Args:
+      rows: as in this file.
+      sizes: those of the letters.
+      layers: the numbers of the layers that have the leaves.
+    """
+    return tuple(_entry(row, sizes, layers) for row in rows)
 
 
 def _memory_entries(config: ModelConfig, decoder_rows: list[TensorRow]) -> list[Entry]:
-    """Returns a memory's leaves: stacked if all layers read it, else separate for each reader."""
+    """Returns a memory's leaves, those of layers stacked over the readers."""
     rows = config.memory.hf_rows(config, decoder_rows)
     sizes = _sizes(config) | config.memory.hf_axes(config)
     reads = config.memory.reader_layers(config.num_layers)
-    if all(reads):
-        return list(entries_of(rows, sizes, config.num_layers))
-    return [
-        _entry((name.format(i), axes, path.replace("layers/", f"layers_{i}/"), ours), sizes, 1)
-        for i, layer_reads in enumerate(reads)
-        if layer_reads
-        for name, axes, path, ours in rows
-    ]
+    return list(entries_of(rows, sizes, [i for i, layer_reads in enumerate(reads) if layer_reads]))
 
 
 def _encoder_entries(memory: Memory) -> list[Entry]:
     """Returns the leaves of the encoder inside a memory, without its masked-language-model head."""
     if (config := memory.encoder_config) is None:
         return []
-    return [
-        _entry((name.replace("model.", "encoder."), axes, f"encoder/{path}", ours),
-               _sizes(config), config.num_layers)
-        for name, axes, path, ours in _rows(config.replace(mlm_head=False))
-    ]  # fmt: skip
+    config = config.replace(mlm_head=False)
+    rows = (row for _, row in _rows(config, FAMILIES[family_of(config).name]))
+    rows = [
+        (name.replace("model.", "encoder."), axes, f"encoder/{path}", ours)
+        for name, axes, path, ours in rows
+    ]
+    return list(entries_of(rows, _sizes(config), range(config.num_layers)))
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
@@ -290,13 +375,22 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
     }
     if config.experts is not None:
         sizes |= {"E": config.experts.count, "S": config.experts.shared_width, "1": 1}
+    if config.mixer is not None:
+        sizes |= {"G": config.mixer.key_heads, "C": config.mixer.key_dim}
+        sizes |= {"U": config.mixer.value_heads, "Y": config.mixer.value_dim}
+        sizes["W"] = config.mixer.taps
     if config.rope.learned:
         sizes |= {"P": config.rotary_dim // 2, "M": config.rotary_dim * config.rope.param_factor}
     return sizes
 
 
-def _rows(config: ModelConfig) -> Iterator[TensorRow]:
-    """Yields the rows of the tables whose condition holds, with full names."""
+def _rows(config: ModelConfig, family: Family) -> Iterator[tuple[int, TensorRow]]:
+    """Yields the rows of the tables whose condition holds, with full names and their place.
+
+    Args:
+      config: of all layers, or of one kind of them.
+      family: that of the model.
+    """
     parallel, place = config.block == "parallel", config.norm_place
     flags = {
         "": True,
@@ -308,6 +402,9 @@ def _rows(config: ModelConfig) -> Iterator[TensorRow]:
         "head norms": config.qk_norm == "head",
         "norms over heads": config.qk_norm == "all",
         "norms by head": config.qk_norm == "each",
+        "ungated": not config.attention_gate,
+        "ungated bias": config.qkv_bias and not config.attention_gate,
+        "gated bias": config.qkv_bias and config.attention_gate,
         "untied": not config.tie_embeddings,
         "one_mlp": config.experts is None,
         "expert_bias": config.experts is not None and config.experts.bias,
@@ -317,26 +414,29 @@ def _rows(config: ModelConfig) -> Iterator[TensorRow]:
         "gate": config.experts is None and config.gated_mlp,
         "gate_bias": config.gated_mlp and config.mlp_bias,
     }
-    modules = FAMILIES[family_of(config).name].modules
-    for name, axes, path, ours, condition in (
+    tables = (
         *_DECODER,
         *(_CLEX if config.rope.learned else ()),
         *(_MASKED if config.mlm_head else ()),
-    ):
+    )
+    for place, (name, axes, path, ours, condition) in enumerate(tables):
         if not (flags[condition] if condition in flags else getattr(config, condition)):
             continue
+        if config.mixer is not None and path.startswith(f"{_ATTENTION}/"):
+            continue
         module, _, leaf = name.rpartition(".")
-        if module in modules:
-            name = f"{modules[module]}.{leaf}"
-        in_layers = path.startswith("layers/")
-        yield (f"model.layers.{{}}.{name}" if in_layers else name), axes, path, ours
+        if module in family.modules:
+            name = f"{family.modules[module]}.{leaf}"
+        if path.startswith("layers/"):
+            name = f"model.layers.{{}}.{name}"
+        yield place, (name, axes, path, ours)
 
 
-def _entry(row: TensorRow, sizes: Mapping[str, int], num_layers: int) -> Entry:
+def _entry(row: TensorRow, sizes: Mapping[str, int], layers: Sequence[int]) -> Entry:
     name, axes, path, ours = row
     letters = axes.replace(",", "")
     stacked = "{}" in name
-    spellings = [name.replace("{}", str(i)).split("|") for i in range(num_layers if stacked else 1)]
+    spellings = [name.replace("{}", str(i)).split("|") for i in (layers if stacked else [0])]
     return Entry(
         path=path,
         names=tuple(first for first, *_ in spellings),
@@ -345,4 +445,5 @@ def _entry(row: TensorRow, sizes: Mapping[str, int], num_layers: int) -> Entry:
         tensor_shape=tuple(math.prod(sizes[x] for x in group) for group in axes.split(",")),
         order=tuple(letters.index(letter) for letter in ours),
         aliases=tuple(tuple(others) for _, *others in spellings),
+        layers=tuple(layers) if stacked else (),
     )

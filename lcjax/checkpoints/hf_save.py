@@ -253,7 +253,11 @@ class WeightStream:
             if hf_names.alternating(rows[0][0]):
                 yield names[0], np.stack(parts, -1).reshape(self._tensors[names[0]].shape)
                 continue
-            array = np.concatenate(parts) if len(parts) > 1 else parts[0]
+            array = parts[0]
+            if len(parts) > 1:
+                groups = rows[0][1].groups
+                parts = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+                array = np.concatenate(parts, 1).reshape(-1, *array.shape[1:])
             yield from zip(names, np.split(array, len(names)), strict=True)
 
     def gather(self) -> None:
@@ -298,12 +302,13 @@ def _in_layer_order(table: Sequence[hf_names.Entry]) -> list[_Row]:
     ordered = []
     for stacked, group in itertools.groupby(table, lambda entry: entry.stacked):
         entries = list(group)
-        layers = range(len(entries[0].names)) if stacked else [None]
+        layers = sorted({layer for e in entries for layer in e.layers}) if stacked else [None]
         ordered += [
             (name, e, layer)
             for layer in layers
             for e in entries
-            for name in (e.names[layer or 0], *e.aliases[layer or 0])
+            if layer is None or layer in e.layers
+            for name in e.spellings(layer)
         ]
     return ordered
 

@@ -34,7 +34,6 @@ from lcjax.checkpoints.weights import (
     WeightSource,
     as_stored,
     in_halves,
-    layers_of,
     read_kernel,
     read_params,
     resolve_names,
@@ -172,7 +171,7 @@ def kernel_reader(
     param_dtype = param_dtype or config.param_dtype
 
     def read(entry: Entry, layer: int | None) -> jax.Array:
-        one = entry if layer is None else layers_of(entry)[layer]
+        one = entry if layer is None else entry.by_layer()[entry.layers.index(layer)]
         return read_kernel(source, one, DTYPES[one.dtype(param_dtype)], mesh)
 
     return read

@@ -5,8 +5,8 @@ Each device's shard of each leaf is read separately: only the bytes that this pr
 read, and besides the model itself, the host never holds more than one shard of one leaf.
 """
 
-import dataclasses
 import functools
+import itertools
 import json
 import re
 import warnings
@@ -260,17 +260,21 @@ def resolve_names(source: WeightSource, table: Sequence[hf_names.Entry]) -> Weig
                 del stored[n]
             if present:
                 stored[name] = [Rows(present[0])]
-    expected = {name: entry.tensor_shape[0] for entry in table for name in entry.names}
+    expected = {name: entry for entry in table for name in entry.names}
     for name, info in source.tensors.items():
         parts = hf_names.parts_of(name)
-        sizes = [expected.get(part, 0) for part in parts]
-        if not parts or name in expected or info.shape[:1] != (sum(sizes),):
+        if not parts or name in expected or not all(part in expected for part in parts):
+            continue
+        groups = expected[parts[0]].groups
+        sizes = [expected[part].tensor_shape[0] for part in parts]
+        if info.shape[:1] != (sum(sizes),):
             continue
         del stored[name]
-        start = 0
-        for part, size in zip(parts, sizes, strict=True):
-            stored[part] = [Rows(name, start, size)]
-            start += size
+        ends = itertools.accumulate(size // groups for size in sizes)
+        for part, size, end in zip(parts, sizes, ends, strict=True):
+            size //= groups
+            starts = range(end - size, info.shape[0], info.shape[0] // groups)
+            stored[part] = [Rows(name, start, size) for start in starts]
     for name in expected:
         whole, part = hf_names.alternating(name) or ("", 0)
         if whole in source.tensors and len(source.tensors[whole].shape) > 1:
@@ -291,7 +295,7 @@ def _expert_tensors(source: WeightSource, table: Iterable[hf_names.Entry]) -> di
         if entry.path not in hf_names.STATE_DICT:
             continue
         form, part, parts = hf_names.STATE_DICT[entry.path]
-        for layer, name in enumerate(entry.names):
+        for name, layer in zip(entry.names, entry.layers, strict=True):
             if hf_names.alternating(name):
                 continue
             names = hf_names.expert_names(name, entry.num_experts)
@@ -419,9 +423,14 @@ def describe_faults(faults: dict[str, list[str]], limit: int = 10) -> str:
 
 
 def _ignorable(name: str, is_tied: bool) -> bool:
-    """Returns whether a tensor is a table that the config determines, or a tied head's copy."""
+    """Returns whether a tensor is not needed.
+
+    It is a table that the config determines, a tied head's copy, or a part of the layers with which
+    Qwen predicts several tokens at once, which transformers leaves out as well.
+    """
     tables = ("rotary_emb.inv_freq", "rope_freqs.weight", "attn.bias", "attn.masked_bias")
-    return name.endswith(tables) or (name == "lm_head.weight" and is_tied)
+    is_copy = name == "lm_head.weight" and is_tied
+    return name.endswith(tables) or name.startswith("mtp.") or is_copy
 
 
 def read_params(
@@ -450,7 +459,7 @@ def read_params(
     table = hf_names.entries(config)
     source = resolve_names(source, table)
     check_tensors(source, table, is_tied=config.tie_embeddings)
-    leaves = table if config.stacked else _unstacked(table)
+    leaves = table if config.stacked else [one for entry in table for one in entry.by_layer()]
     options = {"storage": config.weights, "mesh": mesh, "host": host, "progress": progress}
     return read_leaves(source, leaves, config.param_dtype, **options)
 
@@ -519,8 +528,7 @@ def _read_codes(
 ) -> dict[str, jax.Array]:
     """Returns the arrays of a kernel; each layer is read, quantised and freed before the next."""
     stacks: dict[str, jax.Array] = {}
-    layers = layers_of(entry) if entry.stacked else [entry]
-    for layer, one in enumerate(layers):
+    for layer, one in enumerate(entry.by_layer()):
         kernel = read_kernel(source, one, dtype, mesh)
         arrays = quantise_kernel(storage, one.path, kernel, mesh)
         del kernel
@@ -531,21 +539,6 @@ def _read_codes(
         # Waiting keeps two matrices from being on the device at a time.
         stacks = jax.block_until_ready(_put_layer(stacks, arrays, layer))
     return stacks
-
-
-def layers_of(entry: hf_names.Entry) -> list[hf_names.Entry]:
-    """Returns the entries of the layers of a stacked leaf, each with a path of its own."""
-    layers = enumerate(zip(entry.names, entry.aliases, strict=True))
-    return [
-        dataclasses.replace(
-            entry,
-            path=entry.path.replace("layers/", f"layers_{layer}/", 1),
-            names=(name,),
-            stacked=False,
-            aliases=(others,),
-        )
-        for layer, (name, others) in layers
-    ]
 
 
 def read_kernel(
@@ -579,15 +572,6 @@ def _put_layer(
     stacks: dict[str, jax.Array], arrays: dict[str, jax.Array], layer: int
 ) -> dict[str, jax.Array]:
     return jax.tree.map(lambda stack, x: stack.at[layer].set(x), stacks, arrays)
-
-
-def _unstacked(table: Sequence[hf_names.Entry]) -> list[hf_names.Entry]:
-    """Returns `table` with a leaf of its own for each layer of a stacked one."""
-    leaves = [entry for entry in table if not entry.path.startswith("layers/")]
-    for entry in table:
-        if entry.path.startswith("layers/"):
-            leaves += layers_of(entry)
-    return leaves
 
 
 def read_tensor(source: WeightSource, name: str) -> np.ndarray:

@@ -26,6 +26,7 @@ from lcjax.attention.cache import (
     branch_parts,
     whole_blocks,
 )
+from lcjax.models.mixer import StateCache
 from lcjax.parallel import distributed
 from lcjax.parallel.device_memory import check_fits
 from lcjax.parallel.sharding import LENGTH, ROWS, Mesh, attention_layout, rows_over
@@ -90,7 +91,8 @@ class Cache:
 
     @property
     def _num_slots(self) -> list[int]:
-        return [arrays["values"].shape[-2] for arrays in self.separate_layers]
+        kinds = map(self.kinds.__getitem__, self.kind_by_layer)
+        return [kind.slots_of(arrays) for kind, arrays in zip(kinds, self.separate_layers)]
 
 
 def create(
@@ -283,6 +285,8 @@ def layer_cache(config: "ModelConfig", rotated: bool | None = None) -> LayerCach
 
     `rotated` is as in `create`.
     """
+    if config.mixer is not None:
+        return StateCache(config.mixer)
     pattern = config.pattern.for_inference()
     rotated = not pattern.moves_keys if rotated is None else rotated
     kind = pattern.layer_cache

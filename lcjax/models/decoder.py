@@ -18,6 +18,7 @@ from lcjax.models import cache as cache_lib
 from lcjax.models import layer_groups, remat
 from lcjax.models.encoder import MaskedHead
 from lcjax.models.experts import Load
+from lcjax.models.gated_delta_net import GatedDeltaNetLayer
 from lcjax.models.layers import (
     DEBERTA_SPAN,
     MLP,
@@ -34,6 +35,7 @@ from lcjax.models.layers import (
 )
 from lcjax.models.loss import Projection
 from lcjax.models.memory import EncodedContext, check_memory
+from lcjax.models.mixer import GatedDeltaNet
 from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.device_memory import check_fits, host_shardings
 from lcjax.parallel.sharding import LENGTH, device_mesh, keep_tokens, param_shardings
@@ -42,6 +44,7 @@ from lcjax.rope.rotation import no_rotation
 from pallas_kernels import Alibi, RelativeBias, alibi_slopes, zigzag
 
 BUCKETS = 32  # rows of T5's bias table
+_MIXERS = {GatedDeltaNet: GatedDeltaNetLayer}
 MAX_DISTANCE = 128  # from this distance on, all distances share T5's last bucket
 
 
@@ -54,6 +57,14 @@ def _feed_forward(
         return MLP(config, mesh, by_tiles, name="mlp")(x), None
     collect = inputs.collect if isinstance(inputs.collect, CollectLoad) else None
     return SparseMLP(config, mesh, by_tiles, name="mlp")(x, collect)
+
+
+def _token_mixer(config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
+    """Returns the module that mixes the tokens of a layer: attention, or one in place of it."""
+    if config.mixer is not None:
+        return _MIXERS[type(config.mixer)](config, mesh, name="mixer")
+    module = None if config.memory is None else config.memory.attention_module
+    return (module or Attention)(config, mesh, name="attention")
 
 
 def _block_input(x: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
@@ -77,9 +88,8 @@ class SequentialBlock(nn.Module):
         self, x: jax.Array, inputs: LayerInputs, cache, pair=None
     ) -> tuple[jax.Array, LayerOutput]:
         c, x, inputs = self.config, _block_input(x, self.mesh), inputs.with_memory_layer(pair)
-        attention = Attention if c.memory is None else c.memory.attention_module or Attention
         normed = self.norm_before("attention_norm", x)
-        attended, output = attention(c, self.mesh, name="attention")(normed, inputs, cache)
+        attended, output = _token_mixer(c, self.mesh)(normed, inputs, cache)
         x = keep_tokens(x + self.added("attention_after_norm", attended), self.mesh)
         if self.reads and inputs.memory is not None:
             reader = c.memory.reader(c.replace(lora=None), self.mesh, name="memory")
@@ -113,7 +123,7 @@ class ParallelBlock(nn.Module):
     ) -> tuple[jax.Array, LayerOutput]:
         c, x = self.config, _block_input(x, self.mesh)
         normed = Norm(c, name="attention_norm")(x)
-        attended, output = Attention(c, self.mesh, name="attention")(normed, inputs, cache)
+        attended, output = _token_mixer(c, self.mesh)(normed, inputs, cache)
         y, load = _feed_forward(c, self.mesh, normed, inputs)
         return keep_tokens(x + attended + y, self.mesh), output._replace(load=load)
 
@@ -472,7 +482,7 @@ class Decoder(nn.Module):
         """Returns an order of a row's tokens that gives equal work to the devices that share it.
 
         None is text order. It is used if no devices share a row, if tokens see only a bounded part
-        of the text in some layer, or if a pattern needs keys in text order.
+        of the text in some layer, or if a pattern, or a layer without attention, needs text order.
         """
         c = self.config
         parts = 1 if self.mesh is None else self.mesh.shape[LENGTH]
@@ -480,8 +490,9 @@ class Decoder(nn.Module):
             return None
         if not c.context_strategy(self.mesh, length).keeps_queries:
             return None
+        needs_text_order = any(kind.mixer is not None for kind in map(c.of_kind, c.kinds))
         is_bounded = any(pattern.is_bounded for pattern in c.patterns)
-        return None if is_bounded else zigzag(length, parts)
+        return None if is_bounded or needs_text_order else zigzag(length, parts)
 
     def _rotation(self, tokens: jax.Array, cache: cache_lib.Cache | None) -> Rotation:
         c = self.config

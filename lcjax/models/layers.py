@@ -291,6 +291,8 @@ class Projections(nn.Module):
                 }[c.qk_norm]
                 for count in (c.num_heads, c.num_kv_heads)
             )
+        if c.attention_gate:
+            self.output_gate = heads(c.num_heads)
         self.out = Linear((c.num_heads, c.head_dim), (c.width,), c, c.out_bias, mesh)
 
     def project(
@@ -397,6 +399,8 @@ class Attention(Projections):
                     cache, q, k, v, pattern.for_inference(), inputs.view, metadata
                 )
                 output = LayerOutput(cache=cache)
+        if c.attention_gate:
+            y = y * nn.sigmoid(self.output_gate(x))
         return self.combine(y), output
 
     def other_partials(

@@ -17,6 +17,7 @@ from lcjax.errors import InputError, Interval, OneOf, PositiveInt, Range, check_
 from lcjax.models.experts import Experts
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import Memory
+from lcjax.models.mixer import Mixer
 from lcjax.models.remat import Remat
 from lcjax.models.weight_storage import WeightStorage
 from lcjax.parallel.context import CHOICES, Heads, Strategy, strategy
@@ -30,11 +31,12 @@ PositionEncoding = Annotated[str, OneOf(POSITIONS)]
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """Successive layers with their own pattern or RoPE method: an entry of `model.layers`."""
+    """Successive layers that differ from the model's others: an entry of `model.layers`."""
 
     repeat: PositiveInt = 1  # layers
     pattern: Pattern | None = None  # attention pattern; null: that of the model
     rope: Rope | None = None  # position method; null: that of the model
+    mixer: Mixer | None = None  # in place of attention; null: that of the model
 
     def __post_init__(self):
         check_choices("layers", self)
@@ -95,6 +97,9 @@ class ModelConfig:
     attention_soft_cap: float | None = None
     # A learned logit of each query head in the denominator of attention (gpt-oss)
     attention_sinks: bool = False
+    # The output of attention is multiplied by sigmoid(x W), with x its input (Qiu et al. 2025,
+    # arXiv 2505.06708; Qwen3-Next)
+    attention_gate: bool = False
     logit_scale: float = 1.0  # factor of the vocabulary logits (Granite)
     logit_soft_cap: float | None = None  # c: vocabulary logits become c tanh(logit / c) (Gemma 2)
     # Tokens that exports announce; null: from `max_length` and the rope (`Rope.extended_length`)
@@ -106,8 +111,9 @@ class ModelConfig:
     position: PositionEncoding = "rope"
     rope: Rope = dataclasses.field(default_factory=lambda: Default(theta=10_000.0))
     pattern: Pattern = dataclasses.field(default_factory=Causal)
-    # Layers with their own pattern or rope, repeated from the first to the last layer. Empty: all
-    # layers have `pattern` and `rope`.
+    mixer: Mixer | None = None  # in place of attention in all layers (`lcjax.models.mixer`)
+    # Layers with their own pattern, rope or mixer, repeated from the first to the last layer.
+    # Empty: all layers have those of the model.
     layers: tuple[LayerKind, ...] = ()
     # What layers keep of the tokens that they read and generate; null: all that their patterns need
     cache: CacheMethod | None = None
@@ -227,7 +233,8 @@ class ModelConfig:
         """Raises an InputError if memories, or this memory, do not support the architecture."""
         plain = {"norm_place": "before", "qk_norm": "none", "residual_scale": 1.0, "experts": None}
         plain |= {"attention_scale": None, "attention_soft_cap": None, "norm_plus_one": False}
-        plain |= {"attention_sinks": False, "query_scale": 0.0}
+        plain |= {"attention_sinks": False, "query_scale": 0.0, "mixer": None}
+        plain |= {"attention_gate": False}
         for field, value in plain.items():
             if getattr(self, field) != value:
                 raise InputError(
@@ -257,6 +264,8 @@ class ModelConfig:
         sizes["mlp_width"] = self.expert_width
         if self.experts is not None and self.experts.shared_width is not None:
             sizes["experts.shared_width"] = self.experts.shared_width
+        if self.mixer is not None:
+            sizes["mixer"] = self.mixer.width
         self.weights.check(sizes)
 
     @property
@@ -310,18 +319,22 @@ class ModelConfig:
         return tuple(itertools.islice(itertools.cycle(cycle or [0]), self.num_layers))
 
     def of_kind(self, kind: LayerKind) -> "ModelConfig":
-        """Returns a config in which all layers have the pattern and the rope of `kind`."""
-        pattern, rope = kind.pattern or self.pattern, kind.rope or self.rope
-        return self.replace(pattern=pattern, rope=rope, layers=())
+        """Returns a config in which all layers are of `kind`."""
+        fields = ("pattern", "rope", "mixer")
+        chosen = {name: getattr(kind, name) or getattr(self, name) for name in fields}
+        return self.replace(**chosen, layers=())
 
     def layer(self, index: int) -> "ModelConfig":
-        """Returns a config in which all layers have the pattern and the rope of layer `index`."""
+        """Returns a config in which all layers are as layer `index`."""
         return self.of_kind(self.kinds[self.kind_by_layer[index]]) if self.layers else self
 
     @property
     def patterns(self) -> tuple[Pattern, ...]:
-        """The distinct patterns of the layers."""
-        return tuple(dict.fromkeys(kind.pattern or self.pattern for kind in self.kinds))
+        """The distinct patterns of the layers with attention."""
+        if self.mixer is not None:
+            return ()
+        kinds = (kind for kind in self.kinds if kind.mixer is None)
+        return tuple(dict.fromkeys(kind.pattern or self.pattern for kind in kinds))
 
     @property
     def is_position_based(self) -> bool:

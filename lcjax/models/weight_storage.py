@@ -260,7 +260,7 @@ def _mean(x: jax.Array) -> jax.Array:
 
 
 # Paths of the matrices that a storage applies to, as they are without one.
-_KERNEL = re.compile(r"^layers(_\d+)?/.*\b(query|key|value|out|gate|up|down)/kernel$")
+_KERNEL = re.compile(r"^layers(_\d+)?/.*/(query|key|value|output_gate|out|gate|up|down)/kernel$")
 
 
 def is_stored(path: str) -> bool:

@@ -294,6 +294,32 @@ MODELS = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 10,
+        },
+    ),
+    "qwen3_5, other values": (
+        "qwen3_5_text",
+        {
+            "head_dim": 20,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 4,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN | {"rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        },
+    ),
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
     "olmoe, all experts at once": (
         "olmoe",
@@ -705,6 +731,9 @@ OTHER_VALUES = {
     "mlp_only_layers": ([0],),
     "no_rope_layers": ([0, 1, 1, 0],),
     "no_rope_layer_interval": (2,),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), (8, 64)),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (64,)),
+    "linear_conv_kernel_dim": (3,),
 }
 # Keys without effect on the logits of a text; the last ones are for images.
 NO_EFFECT = {
@@ -713,6 +742,7 @@ NO_EFFECT = {
     *("use_cache", "output_router_logits", "pad_token_id", "bos_token_id", "eos_token_id"),
     *("get_text_config", "text_config", "vision_config", "image_token_id", "mm_tokens_per_image"),
     *("image_token_index", "boi_token_index", "eoi_token_index"),
+    *("video_token_id", "vision_start_token_id", "vision_end_token_id"),
 }
 # Keys that a class has and does not use, or for other values of another key.
 UNUSED = {
@@ -736,8 +766,16 @@ def keys_read(kind):
 
     name = kind.removesuffix("_text")
     folder = Path(transformers.__file__).parent / "models" / name
-    classes = (folder / f"modeling_{name}.py").read_text()
-    fields = (folder / f"configuration_{name}.py").read_text()
+    classes, fields = (
+        "".join(
+            part
+            for part in re.split(
+                r"^(?=class )", (folder / f"{file}_{name}.py").read_text(), flags=re.M
+            )
+            if not re.match(r"class \w*Vision", part)
+        )
+        for file in ("modeling", "configuration")
+    )
     read = re.findall(r"config\.([a-z]\w*)", classes)
     read += re.findall(r"getattr\((?:self\.)?config, \"([a-z]\w*)\"", classes)
     read += re.findall(r"^    ([a-z]\w*): .*=", fields, re.MULTILINE)

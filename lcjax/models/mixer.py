@@ -1,0 +1,121 @@
+"""Layers without attention: the settings of a token mixer, and the state that its layer keeps.
+
+A mixer takes the place of attention in a layer (`LayerKind.mixer`). It reads a text with a state of
+fixed size, so its cache does not grow with the text.
+"""
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import draccus
+import jax
+import jax.numpy as jnp
+
+from lcjax.attention.cache import Arrays, LayerCache, LayerShape, View
+from lcjax.errors import InputError, PositiveInt, check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixer(draccus.ChoiceRegistry, abc.ABC):
+    """What mixes the tokens of a layer in place of attention: `LayerKind.mixer`."""
+
+    def __post_init__(self):
+        check_fields("mixer", self)
+
+    @property
+    @abc.abstractmethod
+    def width(self) -> int:
+        """The number of channels that the output projection of the layer reads."""
+
+    @abc.abstractmethod
+    def state(self, dtype: jnp.dtype) -> Arrays:
+        """Returns shapes and dtypes of what the layer keeps of one row, each [heads, _, _].
+
+        `dtype` is that of activations.
+        """
+
+    @abc.abstractmethod
+    def flops(self) -> float:
+        """Returns the forward FLOPs of a token beside the products with weights."""
+
+
+@Mixer.register_subclass("gated_delta_net")
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaNet(Mixer):
+    """Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464, sec. 3.4), `models.gated_delta_net`."""
+
+    key_heads: PositiveInt  # G, heads of queries and keys
+    value_heads: PositiveInt  # U, heads of values; a multiple of G
+    key_dim: PositiveInt  # C, channels of a query or a key
+    value_dim: PositiveInt  # Y, channels of a value
+    taps: PositiveInt = 4  # W, tokens of the short convolution of queries, keys and values
+    # Learning rates up to 2 in place of 1, so that the eigenvalues of a state's transition may be
+    # negative (Grazzi et al. 2024, arXiv 2411.12537; OLMo Hybrid)
+    negative_eigenvalues: bool = False
+    norm_epsilon: float | None = None  # of the gated norm; null: that of the model
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.value_heads % self.key_heads:
+            raise InputError(
+                f"mixer.key_heads={self.key_heads} must divide value_heads={self.value_heads}: each"
+                " head of keys serves as many heads of values"
+            )
+
+    @property
+    def width(self):
+        return self.value_heads * self.value_dim
+
+    def state(self, dtype):
+        def inputs(heads, size):  # of the convolution, those that later tokens need
+            return jax.ShapeDtypeStruct((heads, self.taps - 1, size), dtype)
+
+        keys = inputs(self.key_heads, self.key_dim)
+        state = (self.value_heads, self.key_dim, self.value_dim)
+        return {
+            "state": jax.ShapeDtypeStruct(state, jnp.float32),
+            "queries": keys,
+            "keys": keys,
+            "values": inputs(self.value_heads, self.value_dim),
+        }
+
+    def flops(self):
+        # The recurrence: k^T S, the update k u^T and q^T S. Chunks compute more.
+        return 6.0 * self.value_heads * self.key_dim * self.value_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class StateCache(LayerCache):
+    """The state of a mixer: of fixed size, whatever number of tokens it has read."""
+
+    keeps_all: ClassVar[bool] = False
+
+    mixer: Mixer
+
+    def fit(self, length, chunk):
+        return self, 0
+
+    def num_visible(self, length, tokens):
+        return 0
+
+    def arrays(self, layer: LayerShape, slots: int):
+        return self.mixer.state(layer.dtype)
+
+    def slots_of(self, arrays):
+        return 0
+
+    def shared(self, rows, slots):
+        return ()
+
+    def reserve(self, slots, new, filled):
+        return View(slots, new, filled, None, self)
+
+    def pad_between(self):
+        return self  # padding changes no state
+
+    def with_extra_slots(self, arrays, slots, tokens):
+        return self, arrays, slots
+
+    def attend(self, arrays, q, k, v, pattern, view, metadata):
+        raise TypeError("a layer with a mixer has no attention")
