@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 GROUP_TOKENS = 256
 # exp of less is 0 in float32, so a decay of -inf may be replaced by this: 0 * -inf would be NaN.
 LEAST_LOG_DECAY = -128.0
+_BLOCK = 16
 
 
 @functools.partial(on_any_mesh, second=(0, 2))
@@ -351,19 +352,33 @@ def _inverse(a):
     Inverses of blocks on the diagonal double in size, [[X, 0], [Y, Z]]^-1 = [[X^-1, 0],
     [-Z^-1 Y X^-1, Z^-1]]. This is as accurate as forward substitution. The sum of powers of -a is
     not: for equal keys its terms are binomial coefficients that cancel.
+
+    Up to `_BLOCK` rows the blocks stay where they are in a larger one, whose other entries are 0:
+    compilers take three times as long for many small blocks.
     """
-    shape, count = a.shape[:-2], a.shape[-1]
+    count = a.shape[-1]
     exact = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-    inverse = jnp.ones((*shape, count, 1, 1), a.dtype)
-    size = 1
+    size, at = 1, np.arange(min(_BLOCK, count))
+    blocks = _diagonal(a, len(at))
+    inverse = jnp.broadcast_to(jnp.eye(len(at), dtype=a.dtype), blocks.shape)
+    while size < len(at):
+        is_below = (at[:, None] // size % 2 == 1) & (at[:, None] // size - 1 == at // size)
+        below = jnp.where(is_below, blocks, 0)
+        inverse -= below if size == 1 else exact(exact(inverse, below), inverse)
+        size *= 2
     while size < count:
-        places = range(0, count, 2 * size)
-        below = [a[..., i + size : i + 2 * size, i : i + size] for i in places]
+        below = _diagonal(a, 2 * size)[..., size:, :size]
         first, second = _pairs(inverse)
-        between = -exact(exact(second, jnp.stack(below, -3)), first)
-        inverse = _lower_blocks(first, second, between)
+        inverse = _lower_blocks(first, second, -exact(exact(second, below), first))
         size *= 2
     return inverse[..., 0, :, :]
+
+
+def _diagonal(a, size: int):
+    """Returns the blocks [..., C / size, size, size] on the diagonal of matrices [..., C, C]."""
+    places = range(0, a.shape[-1], size)
+    # No diagonal of a reshaped array: XLA for CPUs (jax 0.10.2) fails on products of its transpose.
+    return jnp.stack([a[..., i : i + size, i : i + size] for i in places], -3)
 
 
 @_inverse.defjvp
