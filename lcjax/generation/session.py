@@ -487,7 +487,8 @@ class CachedPrefix(NamedTuple):
     length: int  # number of tokens that its rotation was made for
 
     def __repr__(self) -> str:
-        cut = ", some of them evicted" if self.is_compressed else ""
+        is_cut = any(kind.evicts for kind in self.cache.kinds)
+        cut = ", some of them evicted" if is_cut else ""
         return f"{type(self).__name__}({self.tokens:,} tokens{cut}, for texts of {self.length:,})"
 
     @property
@@ -495,9 +496,12 @@ class CachedPrefix(NamedTuple):
         return len(self.ids)
 
     @property
-    def is_compressed(self) -> bool:
-        """Whether layers evicted tokens at its end, without the text that follows."""
-        return any(kind.evicts for kind in self.cache.kinds)
+    def is_whole(self) -> bool:
+        """Whether prompts may begin with a part of it, and not only with all of it.
+
+        They may not if layers evicted tokens at its end, or keep a state or a window.
+        """
+        return all(kind.keeps_all for kind in self.cache.kinds)
 
     def check(
         self, config: ModelConfig, prompts: Sequence[Sequence[int]], *, context: Any, exact: bool
@@ -506,7 +510,7 @@ class CachedPrefix(NamedTuple):
 
         `exact` is whether rotations change while text is generated.
         """
-        if not (can_share_prefix(config) or can_compress_prefix(config)):
+        if not (can_share_prefix(config) or can_continue_prefix(config)):
             names = [type(pattern).__name__ for pattern in config.patterns]
             names += [] if config.cache is None else [type(config.cache).__name__]
             names = " or ".join(names)
@@ -552,15 +556,18 @@ class CachedPrefix(NamedTuple):
                 )
 
 
-def can_compress_prefix(config: ModelConfig) -> bool:
-    """Returns whether a cache policy can cut a prefix, after which any prompt continues.
+def can_continue_prefix(config: ModelConfig) -> bool:
+    """Returns whether prompts can continue what layers keep at the end of a prefix.
 
-    The prompts then read what the policy kept of the prefix, which is not what they would read in
-    full: their own tokens have no part in the choice.
+    If a cache policy cuts it there, that is not what they would read in full: their own tokens have
+    no part in the choice.
     """
-    if not config.evicts or config.cache.chunk is not None:
-        return False
     kinds = cache_lib.layer_caches(config)
+    if not config.evicts:
+        acts = any(kind.acts_on_prompt or kind.acts_on_chunk for kind in kinds)
+        return config.is_position_based and not acts
+    if config.cache.chunk is not None:
+        return False
     return config.is_position_based and all(x.evicts or not x.keeps_all for x in kinds)
 
 
@@ -607,8 +614,8 @@ def read_prompts(
       What `Session.read` returns, float32 logits [B, V] of the token after each prompt, and the
       session to continue with.
     """
-    if prefix is not None and prefix.is_compressed:
-        return _read_after_cut(lm, prompts, rotation, prefix, num_new, chunk, with_ffn_input)
+    if prefix is not None and not prefix.is_whole:
+        return _read_after_end(lm, prompts, rotation, prefix, num_new, chunk, with_ffn_input)
     chunk = chunk_of_cache(lm.model.config, chunk)
     if lm.model.config.needs_whole_prompt and inserted is None:
         chunk = whole_prompt_bucket(max(map(len, prompts)))
@@ -654,8 +661,8 @@ def read_prompts(
     return reading.logits, session
 
 
-def _read_after_cut(lm, prompts, rotation, prefix: CachedPrefix, num_new, chunk, with_ffn_input):
-    """Reads what follows a prefix that was cut; it is not cut again at the end of the prompts."""
+def _read_after_end(lm, prompts, rotation, prefix: CachedPrefix, num_new, chunk, with_ffn_input):
+    """Reads what follows a prefix; what was cut is not cut again at the end of the prompts."""
     rest = [prompt[prefix.tokens :] for prompt in prompts]
     tokens, segments, padding, _ = _lay_out(rest, chunk, None)
     width = tokens.shape[1]

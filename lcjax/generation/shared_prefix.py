@@ -30,7 +30,7 @@ from lcjax.generation.scoring import Continuation
 from lcjax.generation.session import (
     CachedPrefix,
     Session,
-    can_compress_prefix,
+    can_continue_prefix,
     can_share_prefix,
     check_token_ids,
     prefill_chunk_size,
@@ -94,25 +94,27 @@ def read_prefix(lm: InferenceModel, ids: Ids, question: int | None = None) -> Ca
     number of last tokens of the prefix that ask it; None: there is none in it, or its length is not
     known. What follows the prefix is read whole, before anything is evicted again.
 
-    Returns None if prompts must be read in full: for a model without `shares_prefixes` or such a
-    policy, for a text that the policy keeps whole, or if the rotation follows the length of each
-    prompt. A model whose rotation follows the length must have a `length` that covers the prompts
-    and their continuations; otherwise they need another rotation than the prefix has, and reading
-    them raises an InputError.
+    Layers that keep a state, or the tokens of a window, are continued from the end of the prefix.
+
+    Returns None if prompts must be read in full: where visible keys depend on more than positions,
+    for a policy that acts on chunks, for a text that the policy keeps whole, or if the rotation
+    follows the length of each prompt. A model whose rotation follows the length must have a
+    `length` that covers the prompts and their continuations; otherwise they need another rotation
+    than the prefix has, and reading them raises an InputError.
     """
     follows_each = lm.depends_on_length and lm.length is None
     if question is not None and lm.config.evicts:
         check_integer("question", question, 1)
         lm.config.cache.check_question(question)
-    is_cut = can_compress_prefix(lm.config)
-    if not (is_cut or can_share_prefix(lm.config)) or follows_each or not len(ids):
+    can_read = can_share_prefix(lm.config) or can_continue_prefix(lm.config)
+    if not can_read or follows_each or not len(ids):
         return None
     array = check_token_ids("prefix", ids, lm.config.vocab_size)
     slots, chunk = cache_lib.whole_blocks(len(array)), prefill_chunk_size(None)
     length = max(len(array), lm.length or 0)
     rotation = lm.rotation(length)
-    if not is_cut:
-        cache = cache_lib.create(lm.model.config, 1, slots, mesh=lm.mesh)
+    if not lm.config.evicts:
+        cache = cache_lib.create(lm.model.config, 1, slots, chunk=chunk, mesh=lm.mesh)
         session = Session(lm.model, lm.params, cache, rotation)
         session.read_ids(array, 0, chunk)
     elif any(kind.evicts for kind, _ in cache_lib.fitted_caches(lm.model.config, slots, chunk)):
