@@ -193,7 +193,12 @@ _COHERE = {
     "tied": True,
     "interleaved": True,
 }
-_QWEN_MIXER = {
+# Three layers of Gated DeltaNet, and one of gated attention
+_QWEN_MIXED = {
+    "fixed": {"qk_norm": "head", "norm_plus_one": True, "attention_gate": True},
+    "keys": (_ATTENTION_BIAS,),
+    "head_dim": 256,
+    "rotary_fraction": 0.25,
     "mixer": (
         Key("linear_num_key_heads", ("key_heads",), 16),
         Key("linear_num_value_heads", ("value_heads",), 32),
@@ -203,6 +208,18 @@ _QWEN_MIXER = {
     ),
     "default_types": _linear_layers,
 }
+_QWEN3_5 = {
+    "fused": ("self_attn.q_proj", "linear_attn.in_proj_qkv", "linear_attn.conv1d"),
+    "modules": {
+        "linear_attn.g_proj": "linear_attn.in_proj_z",
+        "linear_attn.b_proj": "linear_attn.in_proj_b",
+        "linear_attn.a_proj": "linear_attn.in_proj_a",
+    },
+}
+_QWEN_EXPERTS = (
+    Key("moe_intermediate_size", ("width",), 512, write=lambda _, c: c.expert_width),
+    Key("shared_expert_intermediate_size", ("shared_width",), 512),
+)
 _NORMALIZE = Key("norm_topk_prob", ("normalize",), False)
 
 # Configs without a family are written as the first entry that computes the same model.
@@ -434,19 +451,27 @@ FAMILIES: dict[str, Family] = {
         experts=(*_expert_keys("num_experts", 64, 8, 0.01), _NORMALIZE),
         only={"clip_qkv": (None,)},
     ),
-    "qwen3_5_text": Family(
-        "Qwen3_5ForCausalLM",
-        {"qk_norm": "head", "norm_plus_one": True, "attention_gate": True},
-        (_ATTENTION_BIAS,),
-        head_dim=256,
-        rotary_fraction=0.25,
-        fused=("self_attn.q_proj", "linear_attn.in_proj_qkv", "linear_attn.conv1d"),
-        modules={
-            "linear_attn.g_proj": "linear_attn.in_proj_z",
-            "linear_attn.b_proj": "linear_attn.in_proj_b",
-            "linear_attn.a_proj": "linear_attn.in_proj_a",
-        },
-        **_QWEN_MIXER,
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        **_QWEN_MIXED,
+        experts=(
+            *(*_expert_keys("num_experts", 512, 10, 0.001), *_QWEN_EXPERTS),
+            Key("norm_topk_prob", ("normalize",), True),
+        ),
+        fixed_experts={"shared_gate": True},
+        only={"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
+        fused=(
+            *("self_attn.q_proj", "linear_attn.conv1d"),
+            *("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"),
+        ),
+    ),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_QWEN_MIXED, **_QWEN3_5),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        **_QWEN_MIXED,
+        **_QWEN3_5,
+        experts=(*_expert_keys("num_experts", 256, 8, 0.001), *_QWEN_EXPERTS),
+        fixed_experts={"shared_gate": True, "normalize": True},
     ),
     "gpt_oss": Family(
         *("GptOssForCausalLM", {"attention_sinks": True}),

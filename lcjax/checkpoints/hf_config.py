@@ -43,6 +43,7 @@ _DUAL_CHUNK_TYPES = ("qwen2", "qwen3")  # model types whose vLLM classes read it
 # With several types, `text_config` must state its own.
 WRAPPERS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_5": {"qwen3_5_text": {}},
+    "qwen3_5_moe": {"qwen3_5_moe_text": {}},
     "mistral3": {"mistral": {}, "ministral3": {}},  # Mistral Small 3.1, Ministral 3
     "gemma3": {
         "gemma3_text": {
@@ -143,6 +144,8 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
     if family.default_rope and not (hf.get("rope_scaling") or hf.get("rope_parameters")):
         hf = hf | {"rope_parameters": dict(family.default_rope)}
     length = get("max_position_embeddings")
+    if family.experts and "intermediate_size" not in hf:  # of an MLP, where all are mixtures
+        hf = hf | {"intermediate_size": hf.get("moe_intermediate_size")}
     fields = {field: get(key) for key, field in _SIZES.items()}
     fields |= family.fixed_fields(fields["width"])
     for key in (*family.keys, family.epsilon):

@@ -6,14 +6,14 @@ fixed size, so its cache does not grow with the text.
 
 import abc
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import draccus
 import jax
 import jax.numpy as jnp
 
 from lcjax.attention.cache import Arrays, LayerCache, LayerShape, View
-from lcjax.errors import InputError, PositiveInt, check_fields
+from lcjax.errors import InputError, Interval, PositiveInt, check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,8 @@ class GatedDeltaNet(Mixer):
     # Learning rates up to 2 in place of 1, so that the eigenvalues of a state's transition may be
     # negative (Grazzi et al. 2024, arXiv 2411.12537; OLMo Hybrid)
     negative_eigenvalues: bool = False
-    norm_epsilon: float | None = None  # of the gated norm; null: that of the model
+    # Of the gated norm; null: that of the model
+    norm_epsilon: Annotated[float, Interval(above=0)] | None = None
 
     def __post_init__(self):
         super().__post_init__()
