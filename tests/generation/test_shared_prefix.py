@@ -10,6 +10,7 @@ from lcjax.attention import (
     DualChunk,
     InfLLM,
     Landmark,
+    LMInfinite,
     SelfExtend,
     Streaming,
     VerticalSlash,
@@ -215,9 +216,23 @@ def test_a_prefix_that_does_not_fit_raises_input_error(lm, options, words):
 
 def test_a_prefix_raises_input_error_for_patterns_that_choose_keys_by_content(lm):
     prefix = CachedPrefix(None, np.array(TEXT[:9]), lm, 512)
-    for pattern in PATTERNS:
+    for pattern in PATTERNS[1:]:
         with pytest.raises(InputError, match=f"prefix: with {type(pattern).__name__} the keys"):
             lm.with_method(pattern=pattern).stream([TEXT[:20]], prefix=prefix)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [90, 1500])  # all of which the ring holds, or the last ones
+@pytest.mark.parametrize("pattern", [PATTERNS[0], LMInfinite(window=30, sinks=4)], ids=str)
+def test_a_prefix_of_which_the_last_tokens_are_visible_is_continued(pattern, tokens):
+    lm = LanguageModel.load(ModelSection(preset="tiny", pattern=pattern))
+    prefix = ids(40, tokens)
+    prompts = [prefix + ids(seed, seed) for seed in (3, 17, 40)]
+    continuations = [[ids(41, 5)]] * 3
+    read = read_prefix(lm, prefix)
+    expected = lm.continuations(prompts, continuations)
+    for (one,), (other,) in zip(lm.continuations(prompts, continuations, prefix=read), expected):
+        np.testing.assert_allclose(one.nll, other.nll, rtol=1e-5)
 
 
 def refused(prefix, lm, words, prompt):
