@@ -128,7 +128,7 @@ def read_prefix(lm: InferenceModel, ids: Ids, question: int | None = None) -> Ca
 
 def check_compresses_prefix(config: ModelConfig) -> None:
     """Raises an InputError if a model with `config` cannot be that of a `QueryAgnostic`."""
-    if not can_compress_prefix(config):
+    if not (config.evicts and can_continue_prefix(config)):
         raise InputError(
             "question=unseen or window needs a cache policy that cuts at the end of a prompt: set"
             " cache (or model.cache) without chunk, or leave question out"
