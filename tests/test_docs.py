@@ -315,6 +315,14 @@ def test_the_extra_all_has_every_extra_that_a_user_of_any_machine_may_need():
     assert names == extras.keys() - machines - developers - {"all"}
 
 
+@pytest.mark.parametrize(
+    "page", ["README", "docs/cache", "docs/evaluation", "docs/library", "docs/serve"]
+)
+def test_pages_of_a_first_run_say_how_programs_are_kept(page):
+    assert re.search(r"compiles.*install\.md#compiled-programs", PAGES[f"{page}.md"], re.DOTALL)
+    assert "JAX_COMPILATION_CACHE_DIR=" in PAGES["docs/install.md"]
+
+
 def test_no_hint_names_lcjax_as_a_package_of_an_index():
     files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.*")]
     texts = {file: file.read_text() for file in files if file.suffix in (".py", ".yaml", ".md")}
