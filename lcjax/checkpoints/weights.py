@@ -190,7 +190,7 @@ def in_halves(source: WeightSource, config: ModelConfig) -> WeightSource:
 
 # Multimodal models: the prefixes of the text part, and the modules that only images use.
 _TEXT_PARTS = {"language_model.": "", "model.language_model.": "model."}
-_IMAGE_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_IMAGE_PARTS = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector)\.")
 
 
 def text_weights(source: WeightSource) -> WeightSource:

@@ -55,7 +55,8 @@ class Cost:
     trained_parameters: int
     parameter_bytes: int
     matmul_flops: float  # forward, through weight matrices, the head included
-    attention_flops: float  # forward, queries with keys and weights with values
+    # Forward, queries with keys and weights with values, and of states in place of attention
+    attention_flops: float
     weight_gradient_flops: float  # backward, for the trained weights only
     idle_flops: float  # backward, of activations before all trained weights: not computed
     kv_cache_bytes: int  # of one sequence of that length, at the end of its prompt
@@ -117,11 +118,17 @@ def estimate(
         parameter_bytes=nbytes,
         matmul_flops=matmul,
         attention_flops=config.num_layers * per_pair * visible_keys(config, length)
+        + mixer_flops(config)
         + context_flops.attention,
         weight_gradient_flops=weight_gradients,
         idle_flops=context_flops.idle,
         kv_cache_bytes=cache_bytes(config, length),
     )
+
+
+def mixer_flops(config: ModelConfig) -> float:
+    """Returns forward FLOPs of a token in layers without attention, products with weights aside."""
+    return sum(count * layer.mixer.flops() for layer, count in config.layer_counts if layer.mixer)
 
 
 def cache_bytes(config: ModelConfig, length: int) -> int:
@@ -237,13 +244,16 @@ def parameter_shapes(config: ModelConfig) -> Mapping[str, jax.ShapeDtypeStruct]:
 
 @functools.lru_cache(maxsize=64)
 def visible_keys(config: ModelConfig, length: int, last: int | None = None) -> float:
-    """Returns the mean number of keys that a query sees in a layer.
+    """Returns the mean number of keys that a query sees in a layer; 0 in one without attention.
 
     It is counted from the patterns' masks, for evenly spaced queries in the sequence or, if `last`
     is not None, in its last `last` tokens. These see at most what `model.cache` shows them
     (`LayerCache.num_multiplied`).
     """
-    by_kind = [_unmasked_keys(config.of_kind(kind), length, last) for kind in config.kinds]
+    by_kind = [
+        _unmasked_keys(layer, length, last) if layer.mixer is None else 0.0
+        for layer in map(config.of_kind, config.kinds)
+    ]
     keys = [by_kind[kind] for kind in config.kind_by_layer]
     if last is not None and config.cache is not None:
         caches = cache_lib.layer_caches(config)

@@ -59,7 +59,7 @@ def inference_work(
     head = 2 * config.width * config.vocab_size
     matmul = resources.estimate(config, length).matmul_flops - head
     pairs = config.num_layers * resources.visible_keys(config, length, tokens)
-    attention = 4 * config.num_heads * config.head_dim * pairs
+    attention = 4 * config.num_heads * config.head_dim * pairs + resources.mixer_flops(config)
     flops = rows * (tokens * (matmul + attention) + head)
     local_rows = resources.rows_of_device(rows, sizes)
     cache = resources.read_cache_bytes(config, length, tokens, sizes)

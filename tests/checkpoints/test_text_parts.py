@@ -74,7 +74,40 @@ def mistral3_of_images(folder, kind):
     return saved_randomised(Mistral3ForConditionalGeneration(config), folder)
 
 
+def qwen3_5_of_images(folder):
+    """Saves a Qwen3.5 of images and text as transformers does; returns it."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    text = {key: value for key, value in SIZES.items() if not key.endswith("token_id")}
+    text |= {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    config = Qwen3_5Config(
+        text_config=text,
+        vision_config=vision | {"out_hidden_size": SIZES["hidden_size"]},
+        image_token_id=259,
+        tie_word_embeddings=False,
+        eos_token_id=[258, 257],
+    )
+    return saved_randomised(Qwen3_5ForConditionalGeneration(config), folder)
+
+
 OF_IMAGES = {
+    "Qwen3_5ForCausalLM": qwen3_5_of_images,
     "Gemma3ForCausalLM": gemma3_of_images,
     "Ministral3ForCausalLM": functools.partial(mistral3_of_images, kind="ministral3"),
     "MistralForCausalLM": functools.partial(mistral3_of_images, kind="mistral"),
@@ -96,7 +129,7 @@ def test_the_text_part_of_a_model_of_images_has_its_logits(tmp_path, prefix, arc
              "language_model." in name}  # fmt: skip
     last = f"layers.{model.config.text_config.num_hidden_layers - 1}.self_attn."
     assert f"{last}q_proj.weight" in texts and len(texts) < len(state)
-    assert (f"{last}q_norm.weight" in texts) == (architecture == "Gemma3ForCausalLM")
+    assert (f"{last}q_norm.weight" in texts) == (architecture[:6] in ("Gemma3", "Qwen3_"))
     renamed, heads = {}, {"language_model.model.": "language_model.lm_head.weight"}
     for name, tensor in state.items():
         if name.endswith("lm_head.weight"):  # of a model that is not tied
