@@ -36,6 +36,13 @@ class Key:
         return self.read(hf.get(self.name, hf.get(self.alias, self.default)))
 
 
+class DenseLayers(NamedTuple):
+    """How `config.json` states which layers of a mixture of experts have an MLP instead."""
+
+    read: Callable[[dict[str, Any]], list[bool]]  # from the config, whether each layer has one
+    write: Callable[[list[bool]], dict[str, Any]]  # the keys
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A model type of transformers, described by its differences from Llama."""
@@ -74,6 +81,7 @@ class Family:
     fused: tuple[str, ...] = ()  # projections that are stored together, from `hf_names.FUSED`
     experts: tuple[Key, ...] = ()  # of a mixture of experts; keys set fields of `Experts`
     fixed_experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of these
+    dense: DenseLayers | None = None  # None: no layer is dense
     # Of the mixer of layers that `layer_types` calls LINEAR; keys set fields of `GatedDeltaNet`
     mixer: tuple[Key, ...] = ()
     quantised: tuple[str, ...] = ()  # methods of `quantization_config` that are read
@@ -114,6 +122,14 @@ def _from_layer(hf: dict[str, Any]) -> list[str]:
     return [FULL if i < full else SLIDING for i in range(hf["num_hidden_layers"])]
 
 
+def _qwen_dense(hf: dict[str, Any]) -> list[bool]:
+    step, listed = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers", [])
+    return [
+        i in listed or (i + 1) % step != 0 or hf.get("num_experts") == 0
+        for i in range(hf["num_hidden_layers"])
+    ]
+
+
 def _even_layers_before(hf: dict[str, Any]) -> list[str]:
     """Returns a window for layers of even numbers before `max_window_layers` (Qwen2-MoE)."""
     last = hf.get("max_window_layers", 28)
@@ -137,6 +153,13 @@ def _linear_layers(hf: dict[str, Any]) -> list[str]:
 _EPSILON = Key("rms_norm_eps", ("norm_epsilon",), 1e-5)  # of classes whose default is not Llama's
 _ATTENTION_BIAS = Key("attention_bias", ("qkv_bias", "out_bias"), False)
 _MLP_BIAS = Key("mlp_bias", ("mlp_bias",), False)
+_QWEN_DENSE = DenseLayers(
+    _qwen_dense,
+    lambda dense: {
+        "mlp_only_layers": [i for i, is_dense in enumerate(dense) if is_dense],
+        "decoder_sparse_step": 1,
+    },
+)
 _QWEN_LAYERS = {"windows": "types", "window_switch": True, "default_types": _from_layer}
 _GEMMA = {
     "activation": "gelu_tanh",
@@ -433,7 +456,7 @@ FAMILIES: dict[str, Family] = {
             Key("shared_expert_intermediate_size", ("shared_width",), 5_632),
         ),
         fixed_experts={"shared_gate": True},
-        only={"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
+        dense=_QWEN_DENSE,
     ),
     "qwen3_moe": Family(
         *("Qwen3MoeForCausalLM", {"qk_norm": "head"}, (_ATTENTION_BIAS,)),
@@ -443,7 +466,7 @@ FAMILIES: dict[str, Family] = {
             *(*_expert_keys("num_experts", 128, 8, 0.001), _NORMALIZE),
             Key("moe_intermediate_size", ("width",), 768, write=lambda _, c: c.expert_width),
         ),
-        only={"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
+        dense=_QWEN_DENSE,
     ),
     "olmoe": Family(
         *("OlmoeForCausalLM", {"qk_norm": "all"}, (_ATTENTION_BIAS,), _EPSILON),
@@ -550,8 +573,10 @@ def family_of(config: ModelConfig) -> NearestFamily:
 def _expert_differences(config: ModelConfig, family: Family) -> list[str]:
     """Lists fields of experts, neither the default nor set to this value by a key of the family."""
     experts = config.experts
-    if experts is None or not family.experts:
-        return [] if experts is None and not family.experts else [f"experts={experts}"]
+    if experts is None:  # in no layer
+        return [] if not family.experts or family.dense else ["experts=None"]
+    if not family.experts:
+        return [f"experts={experts}"]
     free = {field for key in family.experts for field in key.fields}
     required = {field.name: field.default for field in dataclasses.fields(experts)}
     required |= family.fixed_experts
@@ -560,6 +585,8 @@ def _expert_differences(config: ModelConfig, family: Family) -> list[str]:
         for key in family.experts
         if key.default is not None and key.write(getattr(experts, key.fields[0]), config) is None
     ]
+    if family.dense is None and any(kind.dense for kind in config.kinds):
+        unset.append("layers.dense=True")
     return [
         f"experts.{name}={getattr(experts, name)!r}"
         for name, value in required.items()

@@ -153,10 +153,11 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
     _check_activation(hf, family, where)
     for key, allowed in (_ONLY | family.only).items():
         _require(hf, where, key, allowed[0], allowed)
-    if family.experts:
+    dense = family.dense.read(hf) if family.dense else [False] * fields["num_layers"]
+    if family.experts and not all(dense):
         values = {field: key.value(hf) for key in family.experts for field in key.fields}
         fields["experts"] = Experts(**values | family.fixed_experts)
-    layers = _layer_fields(hf, family, where)
+    layers = _layer_fields(hf, family, dense, where)
     if family.query_scale:
         fields |= _query_scale(hf, layers["rope"], where)
     config = ModelConfig(
@@ -268,8 +269,17 @@ def _require(hf: dict[str, Any], where: str, key: str, default: Any, allowed: tu
         )
 
 
-def _layer_fields(hf: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Returns the fields of layers: windows, rotations, and mixers in place of attention."""
+def _layer_fields(
+    hf: dict[str, Any], family: Family, dense: list[bool], where: str
+) -> dict[str, Any]:
+    """Returns the fields of layers: windows, rotations, mixers and MLPs.
+
+    Args:
+      hf: the config.
+      family: its family.
+      dense: whether each layer has an MLP in place of experts.
+      where: names the config in errors.
+    """
     count = hf["num_hidden_layers"]
     rope, local = _ropes(hf, family, where)
     window = hf.get("sliding_window", family.window)
@@ -301,13 +311,17 @@ def _layer_fields(hf: dict[str, Any], family: Family, where: str) -> dict[str, A
             pattern=None if window is None or name == FULL else Sliding(window=window),
             rope=NoRotation() if is_unrotated else local if name == SLIDING else None,
             mixer=mixer if name == LINEAR else None,
+            dense=is_dense and not all(dense),
         )
-        for name, is_unrotated in zip(types, no_rotation, strict=True)
+        for name, is_unrotated, is_dense in zip(types, no_rotation, dense, strict=True)
     ]
-    if len(set(kinds)) == 1:
-        pattern, rope = kinds[0].pattern or Causal(), kinds[0].rope or rope
-        return {"pattern": pattern, "rope": rope, "mixer": kinds[0].mixer}
-    return {"pattern": Causal(), "rope": rope, "layers": shortest_period(kinds)}
+    fields = {"pattern": Causal(), "rope": rope, "mixer": None}
+    for name in fields:  # what all layers have in common is the model's
+        values = {getattr(kind, name) for kind in kinds}
+        if len(values) == 1:
+            fields[name] = values.pop() or fields[name]
+            kinds = [dataclasses.replace(kind, **{name: None}) for kind in kinds]
+    return fields | {"layers": shortest_period(kinds) if len(set(kinds)) > 1 else ()}
 
 
 def _ropes(hf: dict[str, Any], family: Family, where: str) -> tuple[Rope, Rope | None]:
@@ -490,7 +504,13 @@ def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str,
     if family.rotary_fraction is not None:
         hf["partial_rotary_factor"] = config.rotary_fraction
     for key in family.experts:
-        hf[key.name] = key.write(getattr(config.experts, key.fields[0]), config)
+        if config.experts is None:
+            hf[key.name] = key.default
+        else:
+            hf[key.name] = key.write(getattr(config.experts, key.fields[0]), config)
+    if family.dense:
+        layers = map(config.layer, range(config.num_layers))
+        hf |= family.dense.write([layer.experts is None for layer in layers])
     hf |= {key: allowed[0] for key, allowed in family.only.items()}
     hf |= _layers_to_hf(config, family, kind) | _ropes_to_hf(config, family)
     if family.query_scale:

@@ -61,6 +61,9 @@ _POSITIVE = _Type("a number above 0", lambda value: is_finite_number(value) and 
 _LENGTH = _Type("a number of at least 1", lambda value: is_finite_number(value) and value >= 1)
 _FLAG = _Type("true or false", lambda value: isinstance(value, bool))
 _FLAGS = _Type("a list of 0 and 1", lambda v: isinstance(v, list) and all(x in (0, 1) for x in v))
+_NUMBERS = _Type(
+    "a list of numbers of layers", lambda v: isinstance(v, list) and all(type(x) is int for x in v)
+)
 _PERIOD = _Type(
     "a whole number of at least 0, or letters L and G",
     lambda v: set(v) in ({"L"}, {"G"}, {"L", "G"}) if isinstance(v, str) else _is_whole(v, 0),
@@ -122,7 +125,7 @@ _TYPES = {
 FAMILY_TYPES = {
     **dict.fromkeys(
         (
-            "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+            "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
             "shared_expert_intermediate_size",
             "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
             "linear_value_head_dim", "linear_conv_kernel_dim", "full_attention_interval",
@@ -137,6 +140,9 @@ FAMILY_TYPES = {
         ),
         _POSITIVE,
     ),
+    # 0: all layers are dense, if their family has such layers
+    **dict.fromkeys(("num_experts", "num_local_experts"), _LAYERS),
+    "mlp_only_layers": _NUMBERS,
     "router_aux_loss_coef": _NUMBER,
     **dict.fromkeys(("norm_topk_prob", "qkv_bias"), _FLAG),
     "sliding_window_pattern": _PERIOD,

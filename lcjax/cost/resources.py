@@ -415,9 +415,7 @@ def generation_memory(
     local_rows = rows_of_device(rows, sizes)
     local = _local_config(config, sizes)
     # The widest moment of a layer: two feed-forward activations, or q, k, v and the output.
-    hidden = local.expert_width
-    if local.experts is not None:
-        hidden = max(hidden * local.experts.top_k, local.experts.shared_width or 0)
+    hidden = max((_hidden_units(layer) for layer, _ in local.layer_counts), default=0)
     channels = 2 * max(hidden, (local.num_heads + local.num_kv_heads) * local.head_dim)
     tokens = local_rows * min(chunk, length)
     size = config.compute_dtype().itemsize
@@ -437,6 +435,13 @@ def generation_memory(
         cache=cache,
         context=0 if context is None else local_rows * _encoded_bytes(config, *context),
     )
+
+
+def _hidden_units(layer: ModelConfig) -> int:
+    """Returns the hidden units of a token that exist at a time in an MLP or a mixture."""
+    if layer.experts is None:
+        return layer.mlp_width
+    return max(layer.experts.top_k * layer.expert_width, layer.experts.shared_width or 0)
 
 
 def _encoded_bytes(config: ModelConfig, chunks: int, size: int) -> int:
@@ -619,7 +624,9 @@ def _peak(
         traced = jax.make_jaxpr(gradients)(trained, frozen, *shapes)
     num_weights = len(traced.jaxpr.invars) - len(shapes)
     shapes_of_layer = {
-        x.shape[1:] for path, x in parameter_shapes(config).items() if is_expert(path)
+        x.shape[1:] if path.startswith("layers/") else x.shape
+        for path, x in parameter_shapes(config).items()
+        if is_expert(path)
     }
     spread = dict.fromkeys(shapes_of_layer, parts)
     device, host = liveness.peak_bytes(

@@ -37,6 +37,7 @@ class LayerKind:
     pattern: Pattern | None = None  # attention pattern; null: that of the model
     rope: Rope | None = None  # position method; null: that of the model
     mixer: Mixer | None = None  # in place of attention; null: that of the model
+    dense: bool = False  # whether an MLP of `mlp_width` replaces the model's experts
 
     def __post_init__(self):
         check_choices("layers", self)
@@ -76,7 +77,8 @@ class ModelConfig:
     # "parallel": attention and MLP read the same normed input (Phi-2, Cohere)
     block: Annotated[str, OneOf(("sequential", "parallel"))] = "sequential"
     gated_mlp: bool = True
-    experts: Experts | None = None  # mixtures of experts, in place of all MLPs (Mixtral)
+    # Mixtures of experts in place of MLPs (Mixtral), except in dense layers (`layers`)
+    experts: Experts | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -112,7 +114,7 @@ class ModelConfig:
     rope: Rope = dataclasses.field(default_factory=lambda: Default(theta=10_000.0))
     pattern: Pattern = dataclasses.field(default_factory=Causal)
     mixer: Mixer | None = None  # in place of attention in all layers (`lcjax.models.mixer`)
-    # Layers with their own pattern, rope or mixer, repeated from the first to the last layer.
+    # Layers with their own pattern, rope, mixer or MLP, repeated from the first to the last layer.
     # Empty: all layers have those of the model.
     layers: tuple[LayerKind, ...] = ()
     # What layers keep of the tokens that they read and generate; null: all that their patterns need
@@ -182,6 +184,11 @@ class ModelConfig:
                     " streaming"
                 )
         for kind in self.kinds if self.layers else ():
+            if kind.dense and self.experts is None:
+                raise InputError(
+                    "model.layers: dense=true replaces experts by an MLP, and model.experts is"
+                    " null, so all layers have MLPs; leave dense out"
+                )
             self.of_kind(kind)  # its `__post_init__` checks this pattern and rope
             if kind.rope is not None and kind.rope.learned:
                 raise InputError(
@@ -322,7 +329,8 @@ class ModelConfig:
         """Returns a config in which all layers are of `kind`."""
         fields = ("pattern", "rope", "mixer")
         chosen = {name: getattr(kind, name) or getattr(self, name) for name in fields}
-        return self.replace(**chosen, layers=())
+        experts = None if kind.dense else self.experts
+        return self.replace(**chosen, experts=experts, layers=())
 
     def layer(self, index: int) -> "ModelConfig":
         """Returns a config in which all layers are as layer `index`."""

@@ -99,10 +99,15 @@ def _reorder(x: jax.Array, order: np.ndarray | None) -> jax.Array:
     return x if order is None else x[:, order]
 
 
-def _balance(layers: Load | tuple[Load, ...]) -> jax.Array:
-    """Returns the load-balancing loss of scanned layers, or of layers that differ."""
-    is_scanned = isinstance(layers, Load)
-    return balance_loss(layers if is_scanned else jax.tree.map(lambda *x: jnp.stack(x), *layers))
+def _balance(layers: Load | tuple[Load | None, ...]) -> jax.Array:
+    """Returns the load-balancing loss of scanned layers, or of layers that differ.
+
+    Dense layers have no load.
+    """
+    if isinstance(layers, Load):
+        return balance_loss(layers)
+    loads = (load for load in layers if load is not None)
+    return balance_loss(jax.tree.map(lambda *x: jnp.stack(x), *loads))
 
 
 def gate_distillation(

@@ -269,6 +269,38 @@ MODELS = {
             "max_window_layers": 3,
         },
     ),
+    "qwen2_moe, dense layers": (
+        "qwen2_moe",
+        {
+            "num_hidden_layers": 5,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 28,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3, -1],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 3,
+        },
+    ),
+    "qwen2_moe, no experts": (
+        "qwen2_moe",
+        {"num_experts": 0, "num_hidden_layers": 2, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe, dense layers": (
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [0],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
+    ),
     "gpt_oss": (
         "gpt_oss",
         {
@@ -664,8 +696,8 @@ def test_experts_that_are_missing_or_of_another_size_are_named(tmp_path):
     name = r"model.layers.0.block_sparse_moe.experts.5.w1.weight"
     with pytest.raises(InputError, match=rf"missing: {name}, .*wrong shape: .*gate.weight is \[5"):
         load(tmp_path / "out")
-    for key, value in {"router_jitter_noise": 0.1, "clip_qkv": 8.0, "mlp_only_layers": [0]}.items():
-        kind = {"clip_qkv": "olmoe", "mlp_only_layers": "qwen3_moe"}.get(key, "mixtral")
+    for key, value in {"router_jitter_noise": 0.1, "clip_qkv": 8.0}.items():
+        kind = {"clip_qkv": "olmoe"}.get(key, "mixtral")
         with pytest.raises(InputError, match=rf"{key}=.* is not supported for model_type='{kind}'"):
             config_from_hf(hf | {key: value, "model_type": kind})
 

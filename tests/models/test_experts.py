@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from tiny_lm import text
 
+from lcjax.attention import Chunked
 from lcjax.cost.chips import Topology
 from lcjax.cost.compilers import devices
 from lcjax.errors import InputError
-from lcjax.models import Decoder, ModelConfig
+from lcjax.models import Decoder, LayerKind, ModelConfig
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
 from lcjax.models.experts import (
@@ -32,6 +33,7 @@ from lcjax.models.experts import (
 from lcjax.models.lora import LoRA
 from lcjax.models.weight_storage import NF4Weights
 from lcjax.parallel.sharding import Mesh, batch_sharding, make_mesh, param_shardings
+from lcjax.rope import NoRotation
 from lcjax.rope.positions import PlainPositions
 from lcjax.training.objective import language_model
 from lcjax.training.step import accumulate
@@ -46,6 +48,17 @@ BIASED = CONFIG.replace(
     attention_sinks=True,
     qkv_bias=True,
 )
+# As Llama 4 has them: a dense layer that rotates, and a mixture whose layer does not.
+LLAMA4 = CONFIG.replace(
+    num_layers=4,
+    experts=Experts(6, 2, 20, "sigmoid", False, "input", shared_width=20, balance=0.5),
+    qk_norm="unscaled",
+    query_scale=0.3,
+    query_scale_length=3,
+    query_scale_layers="unrotated",
+    layers=(LayerKind(pattern=Chunked(5), dense=True), LayerKind(rope=NoRotation())),
+)
+CONFIGS = {"shared": CONFIG, "biased": BIASED, "llama4": LLAMA4}
 SWIGLU = gated(CONFIG.experts, jax.nn.silu)
 
 
@@ -239,9 +252,10 @@ def noisy_params(config):
 
 
 @pytest.mark.parametrize(
-    "config", [CONFIG, pytest.param(BIASED.replace(scan_layers=False), marks=pytest.mark.slow)]
+    "name", ["shared", "llama4", pytest.param("biased", marks=pytest.mark.slow)]
 )
-def test_a_step_beside_the_cache_equals_the_whole_text(config):
+def test_a_step_beside_the_cache_equals_the_whole_text(name):
+    config = CONFIGS[name].replace(num_layers=2, scan_layers=name != "biased")
     params, tokens = noisy_params(config), text(1, 2, 12) % 64
     whole, _ = read(config, None, params, tokens)
     cache, parts = cache_lib.create(config, 2, 12), []
@@ -256,6 +270,8 @@ def test_what_a_mixture_does_not_have_is_refused():
         CONFIG.replace(lora=LoRA(targets=("query", "up")), experts=Experts(4))
     with pytest.raises(InputError, match=r"experts.shared_width is null; set the width"):
         Experts(count=2, shared_gate=True)
+    with pytest.raises(InputError, match="dense=true replaces experts by an MLP"):
+        CONFIG.replace(experts=None, layers=(LayerKind(dense=True), LayerKind()))
     with pytest.raises(InputError, match="gated_mlp=False is not defined for model.experts"):
         CONFIG.replace(gated_mlp=False)
     with pytest.raises(InputError, match=r"experts.top_k=3 must be at most experts.count=2"):
@@ -273,20 +289,23 @@ def loss_and_gradients(config, mesh, params, batch):
 
 
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "name"),
     [
-        Mesh(1, 2, 2, 1, 2),
-        pytest.param(Mesh(1, 1, 1, 2, 4), marks=pytest.mark.slow),
-        pytest.param(Mesh(1, 2, 2, 2, 1), marks=pytest.mark.slow),
-        pytest.param(Mesh(2, 4, 1, 1, 1), marks=pytest.mark.slow),
-        pytest.param(Mesh(1, 1, 1, 1, 8), marks=pytest.mark.slow),
-        pytest.param(Mesh(1, 1, 2, 2, 2), marks=pytest.mark.slow),
+        (Mesh(1, 2, 2, 1, 2), "biased"),
+        (Mesh(1, 1, 2, 2, 2), "llama4"),
+        pytest.param(Mesh(1, 1, 1, 2, 4), "shared", marks=pytest.mark.slow),
+        pytest.param(Mesh(1, 2, 2, 2, 1), "shared", marks=pytest.mark.slow),
+        pytest.param(Mesh(2, 4, 1, 1, 1), "shared", marks=pytest.mark.slow),
+        pytest.param(Mesh(1, 1, 1, 1, 8), "shared", marks=pytest.mark.slow),
+        pytest.param(Mesh(1, 1, 2, 2, 2), "biased", marks=pytest.mark.slow),
+        pytest.param(Mesh(1, 2, 1, 1, 4), "llama4", marks=pytest.mark.slow),
+        pytest.param(Mesh(1, 2, 2, 2, 1), "llama4", marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape):
+def test_loss_and_gradients_on_a_mesh_are_those_of_one_device(shape, name):
     # 8 experts that 8 devices share, or 6 that only 2 of 4 could: then each has them all.
-    config = BIASED if shape.expert > 1 and shape.tensor > 1 else CONFIG
+    config = CONFIGS[name]
     experts = dataclasses.replace(config.experts, count=6 if shape.expert == 4 else 8)
     config = config.replace(experts=experts)
     params, rng = noisy_params(config), np.random.default_rng(0)
