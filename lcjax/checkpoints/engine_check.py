@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from lcjax.attention import Causal, DualChunk
+from lcjax.attention import Causal, Chunked, DualChunk
 from lcjax.checkpoints.families import FAMILIES, FULL, SLIDING, windows
 from lcjax.checkpoints.gguf_file import GGUFFile
 from lcjax.checkpoints.hf_config import announced_length, decoder_from_hf, text_model
@@ -139,8 +139,9 @@ def check_config(
         for row in rows.values()
         if row.engine in engines
     )
+    local = "chunks" if any(isinstance(x, Chunked) for x in config.patterns) else "a window"
     pattern = " and ".join(
-        sorted({f"a window of {w}" if w else "full attention" for w in windows(config)})
+        sorted({f"{local} of {w}" if w else "full attention" for w in windows(config)})
     )
     pattern = pattern if hf["model_type"] in FAMILIES else "landmark attention"
     pattern = "dual chunk attention" if isinstance(config.pattern, DualChunk) else pattern

@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from lcjax.attention import Causal, Sliding
+from lcjax.attention import Causal, Chunked, Pattern, Sliding
 from lcjax.errors import InputError
 from lcjax.models.model_config import ModelConfig
 from lcjax.rope import NoRotation
 
 # Values of `layer_types`
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+CHUNKED = "chunked_attention"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,14 @@ class Key:
     def value(self, hf: Mapping[str, Any]) -> Any:
         """Returns the value of the fields."""
         return self.read(hf.get(self.name, hf.get(self.alias, self.default)))
+
+
+class LocalLayers(NamedTuple):
+    """How `config.json` calls layers that see a part of the text, and their pattern."""
+
+    type: str  # in `layer_types`
+    key: str  # of the size of the part
+    pattern: type[Pattern]  # takes the size
 
 
 class DenseLayers(NamedTuple):
@@ -57,10 +66,11 @@ class Family:
     tied: bool = False  # if `tie_word_embeddings` is absent
     theta: float = 10_000.0  # if `rope_theta` is absent
     rotary_fraction: float | None = None  # if its key is absent; None: no key, heads rotate whole
-    # Layers with the window `sliding_window`: "none"; "all", unless it is null; "types", those that
+    # Layers with the window `local.key`: "none"; "all", unless it is null; "types", those that
     # `layer_types` lists, or without this key `default_types(config.json)`.
     windows: str = "none"
-    window: int | None = 4_096  # if `sliding_window` is absent
+    local: LocalLayers = LocalLayers(SLIDING, "sliding_window", Sliding)
+    window: int | None = 4_096  # if `local.key` is absent
     window_switch: bool = False  # whether `use_sliding_window` must be true
     default_types: Callable[[dict[str, Any]], list[str]] | None = None
     # Layers without a rotation: "none"; "listed" by `no_rope_layers`; "full", those without a
@@ -69,7 +79,9 @@ class Family:
     rope_types: tuple[str, ...] | None = None  # supported by its class; None: all
     # `rope_parameters` of a config without any; None: plain rope
     default_rope: Mapping[str, Any] | None = None
-    query_scale: bool = False  # `llama_4_scaling_beta` of `rope_parameters`
+    # Keys of queries that are scaled by their position: "none"; "rope", `llama_4_scaling_beta` of
+    # `rope_parameters`; "layers", `attn_temperature_tuning` and others, in layers without rotation
+    query_scale: str = "none"
     # RoPE base of layers with a window, if no key states it; None: they share the model's rope.
     local_theta: float | None = None
     local_theta_key: str | None = None  # its key in older configs
@@ -79,9 +91,13 @@ class Family:
     # config of a checkpoint always states such a family, whose tensors have another order.
     interleaved: bool = False
     fused: tuple[str, ...] = ()  # projections that are stored together, from `hf_names.FUSED`
+    mlp_width_key: str = "intermediate_size"
     experts: tuple[Key, ...] = ()  # of a mixture of experts; keys set fields of `Experts`
     fixed_experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of these
     dense: DenseLayers | None = None  # None: no layer is dense
+    # How the matrices of experts are stored: "each" by itself; those of all in one array, where
+    # columns of gate and up-projection are "alternating" or "halves"
+    expert_arrays: str = "each"
     # Of the mixer of layers that `layer_types` calls LINEAR; keys set fields of `GatedDeltaNet`
     mixer: tuple[Key, ...] = ()
     quantised: tuple[str, ...] = ()  # methods of `quantization_config` that are read
@@ -128,6 +144,18 @@ def _qwen_dense(hf: dict[str, Any]) -> list[bool]:
         i in listed or (i + 1) % step != 0 or hf.get("num_experts") == 0
         for i in range(hf["num_hidden_layers"])
     ]
+
+
+def _llama4_dense(hf: dict[str, Any]) -> list[bool]:
+    step, count, sparse = hf.get("interleave_moe_layer_step", 1), hf["num_hidden_layers"], None
+    if (sparse := hf.get("moe_layers")) is None:
+        if step < 1:
+            raise InputError(
+                f"interleave_moe_layer_step={step} must be a whole number of at least 1, in a"
+                " config without moe_layers; correct it"
+            )
+        sparse = range(step - 1, count, step)
+    return [i not in sparse for i in range(count)]
 
 
 def _even_layers_before(hf: dict[str, Any]) -> list[str]:
@@ -244,6 +272,19 @@ _QWEN_EXPERTS = (
     Key("shared_expert_intermediate_size", ("shared_width",), 512),
 )
 _NORMALIZE = Key("norm_topk_prob", ("normalize",), False)
+
+
+def _qk_norm_key(norm: str, default: bool) -> Key:
+    """Returns the key of a family whose queries and keys may have a norm of this kind."""
+    return Key(
+        *("use_qk_norm", ("qk_norm",), default),
+        read=lambda has_norm: norm if has_norm else "none",
+        write=lambda value, config: value == norm,
+        values=("none", norm),
+    )
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of an MLP
 
 # Configs without a family are written as the first entry that computes the same model.
 FAMILIES: dict[str, Family] = {
@@ -386,15 +427,7 @@ FAMILIES: dict[str, Family] = {
     "cohere": Family(
         "CohereForCausalLM",
         **_COHERE,
-        keys=(
-            *_COHERE_KEYS,
-            Key(
-                *("use_qk_norm", ("qk_norm",), False),
-                read=lambda has_norm: "each" if has_norm else "none",
-                write=lambda norm, config: norm == "each",
-                values=("none", "each"),
-            ),
-        ),
+        keys=(*_COHERE_KEYS, _qk_norm_key("each", False)),
         theta=500_000.0,
     ),
     "cohere2": Family(
@@ -427,7 +460,7 @@ FAMILIES: dict[str, Family] = {
             "mscale_all_dim": 1.0,
             "llama_4_scaling_beta": 0.1,
         },
-        query_scale=True,
+        query_scale="rope",
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -496,6 +529,44 @@ FAMILIES: dict[str, Family] = {
         experts=(*_expert_keys("num_experts", 256, 8, 0.001), *_QWEN_EXPERTS),
         fixed_experts={"shared_gate": True, "normalize": True},
     ),
+    "llama4_text": Family(
+        "Llama4ForCausalLM",
+        keys=(_ATTENTION_BIAS, _qk_norm_key("unscaled", True)),
+        epsilon=_EPSILON,
+        head_dim=128,
+        theta=500_000.0,
+        windows="types",
+        local=LocalLayers(CHUNKED, "attention_chunk_size", Chunked),
+        window=8_192,
+        default_types=lambda hf: [FULL if none else CHUNKED for none in unrotated(hf)],
+        unrotated_layers="listed",
+        query_scale="layers",
+        interleaved=True,
+        mlp_width_key="intermediate_size_mlp",
+        experts=(
+            *_expert_keys("num_local_experts", 16, 1, 0.001),
+            Key(
+                *("intermediate_size", ("width", "shared_width"), 8_192),
+                write=lambda _, config: config.expert_width,
+            ),
+        ),
+        fixed_experts={"scores": "sigmoid", "normalize": False, "weighted": "input"},
+        dense=DenseLayers(
+            _llama4_dense,
+            lambda dense: {"moe_layers": [i for i, is_dense in enumerate(dense) if not is_dense]},
+        ),
+        expert_arrays="halves",
+        only={"router_jitter_noise": (0.0,)},
+        modules={
+            "mlp.gate": "feed_forward.router",
+            "mlp.experts": "feed_forward.experts",
+            **{f"mlp.{name}": f"feed_forward.{name}" for name in _PROJECTIONS},
+            **{
+                f"mlp.shared_expert.{name}": f"feed_forward.shared_expert.{name}"
+                for name in _PROJECTIONS
+            },
+        },
+    ),
     "gpt_oss": Family(
         *("GptOssForCausalLM", {"attention_sinks": True}),
         keys=(Key("attention_bias", ("qkv_bias", "out_bias"), True),),
@@ -519,6 +590,7 @@ FAMILIES: dict[str, Family] = {
             Key("swiglu_alpha", ("swiglu_alpha",), 1.702),
         ),
         fixed_experts={"bias": True},
+        expert_arrays="alternating",
         quantised=("mxfp4",),
         modules={"mlp.gate": "mlp.router"},
     ),
@@ -540,9 +612,9 @@ _NEUTRAL = {
 
 
 def windows(config: ModelConfig) -> list[int | None]:
-    """Returns the window of each layer; None: full attention."""
-    layers = map(config.layer, range(config.num_layers))
-    return [getattr(layer.pattern, "window", None) for layer in layers]
+    """Returns the window, or the size of chunks, of each layer; None: full attention."""
+    patterns = [config.layer(index).pattern for index in range(config.num_layers)]
+    return [getattr(x, "size" if isinstance(x, Chunked) else "window", None) for x in patterns]
 
 
 class NearestFamily(NamedTuple):
@@ -580,18 +652,21 @@ def _expert_differences(config: ModelConfig, family: Family) -> list[str]:
     free = {field for key in family.experts for field in key.fields}
     required = {field.name: field.default for field in dataclasses.fields(experts)}
     required |= family.fixed_experts
-    unset = [
-        f"experts.{key.fields[0]}=None"
-        for key in family.experts
-        if key.default is not None and key.write(getattr(experts, key.fields[0]), config) is None
-    ]
-    if family.dense is None and any(kind.dense for kind in config.kinds):
-        unset.append("layers.dense=True")
-    return [
+    wrong = [
         f"experts.{name}={getattr(experts, name)!r}"
         for name, value in required.items()
         if name not in free and getattr(experts, name) != value
-    ] + unset
+    ]
+    for key in family.experts:
+        first, *others = key.fields
+        value = key.write(getattr(experts, first), config)
+        if value is None and key.default is not None:
+            wrong.append(f"experts.{first}=None")
+        others = {name: getattr(experts, name) for name in others}
+        wrong += [f"experts.{name}={other}" for name, other in others.items() if other != value]
+    if family.dense is None and any(kind.dense for kind in config.kinds):
+        wrong.append("layers.dense=True")
+    return wrong
 
 
 def _mixer_differences(config: ModelConfig, family: Family) -> list[str]:
@@ -617,12 +692,14 @@ def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[s
             required[field] = value
     if family.rotary_fraction is not None:
         del required["rotary_fraction"]
-    if family.query_scale:
+    if family.query_scale != "none" and config.query_scale:
         required["query_scale"] = config.query_scale
-        if config.query_scale and getattr(config.rope, "original_length", None) is None:
-            required["query_scale_length"] = config.query_scale_length
-        elif config.query_scale:  # transformers has one key for both
-            required["query_scale_length"] = config.rope.original_length
+        required["query_scale_length"] = config.query_scale_length
+        of_rope = getattr(config.rope, "original_length", None)
+        if family.query_scale == "layers":
+            required["query_scale_layers"] = "unrotated"
+        elif of_rope is not None:  # transformers has one key for both
+            required["query_scale_length"] = of_rope
     fields = [f"{k}={getattr(config, k)!r}" for k, v in required.items() if getattr(config, k) != v]
     fields += _expert_differences(config, family) + _mixer_differences(config, family)
     if not family.own_head_dim and config.head_dim * config.num_heads != config.width:
@@ -631,7 +708,7 @@ def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[s
         f"{'layers.' if config.layers else ''}pattern={pattern}"
         for pattern in config.patterns
         if not isinstance(pattern, Causal)
-        and not (family.windows != "none" and isinstance(pattern, Sliding))
+        and not (family.windows != "none" and isinstance(pattern, family.local.pattern))
     ]
     sizes = windows(config)
     if not wrong and len({*sizes} - {None}) > 1:

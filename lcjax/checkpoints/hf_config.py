@@ -4,7 +4,7 @@ import dataclasses
 import warnings
 from typing import Any
 
-from lcjax.attention import Causal, DualChunk, Landmark, Sliding
+from lcjax.attention import Causal, DualChunk, Landmark
 from lcjax.checkpoints.families import (
     FAMILIES,
     FULL,
@@ -36,11 +36,13 @@ _ACTIVATIONS = {  # transformers' names of each activation; the first one is wri
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
     "relu2": ("relu2",),
 }
+_FLOOR_SCALE = 8_192  # if `floor_scale` is absent
 _DUAL_CHUNK = "dual_chunk_attention_config"  # of Qwen2.5-1M; transformers ignores it, vLLM reads it
 _DUAL_CHUNK_TYPES = ("qwen2", "qwen3")  # model types whose vLLM classes read it
 # Multimodal models whose text part belongs to a family: its possible model types, each with
 # transformers' defaults for keys that `text_config` omits (the published Gemma 3 4B omits most).
-# With several types, `text_config` must state its own.
+# With several types, `text_config` must state its own. Embeddings are tied if the whole model says
+# so, or with a default here if the text part does.
 WRAPPERS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_5": {"qwen3_5_text": {}},
     "qwen3_5_moe": {"qwen3_5_moe_text": {}},
@@ -57,6 +59,18 @@ WRAPPERS: dict[str, dict[str, dict[str, Any]]] = {
             "max_position_embeddings": 131_072,
         },
     },
+    "llama4": {
+        "llama4_text": {
+            "vocab_size": 202_048,
+            "hidden_size": 5_120,
+            "intermediate_size_mlp": 16_384,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "tie_word_embeddings": False,
+        },
+    },
 }
 # Keys that transformers reads for all families, and their only values that are supported.
 _ONLY = {"is_causal": (True,), "per_layer_config": (None, {})}
@@ -64,7 +78,6 @@ _ONLY = {"is_causal": (True,), "per_layer_config": (None, {})}
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "width",
-    "intermediate_size": "mlp_width",
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
 }
@@ -73,7 +86,7 @@ _SIZES = {
 def text_model(hf: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
     """Returns the config of a multimodal model's text part; other configs unchanged.
 
-    Dtype, token ids and the tying of embeddings are those of the whole model if it states them.
+    Dtype and token ids are those of the whole model if it states them.
     """
     if hf.get("model_type") not in WRAPPERS:
         return hf
@@ -92,6 +105,8 @@ def text_model(hf: dict[str, Any], where: str = "config.json") -> dict[str, Any]
         if hf.get(key) is not None
     }
     tied = {"tie_word_embeddings": stated(hf).get("tie_word_embeddings", True)}
+    if "tie_word_embeddings" in kinds[kind]:
+        tied = {}
     return kinds[kind] | stated(text) | above | tied | {"model_type": kind}
 
 
@@ -144,9 +159,10 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
     if family.default_rope and not (hf.get("rope_scaling") or hf.get("rope_parameters")):
         hf = hf | {"rope_parameters": dict(family.default_rope)}
     length = get("max_position_embeddings")
-    if family.experts and "intermediate_size" not in hf:  # of an MLP, where all are mixtures
-        hf = hf | {"intermediate_size": hf.get("moe_intermediate_size")}
-    fields = {field: get(key) for key, field in _SIZES.items()}
+    if family.experts and "intermediate_size" not in hf and "moe_intermediate_size" in hf:
+        hf = hf | {"intermediate_size": hf["moe_intermediate_size"]}  # all layers are mixtures
+    sizes = _SIZES | {family.mlp_width_key: "mlp_width"}
+    fields = {field: get(key) for key, field in sizes.items()}
     fields |= family.fixed_fields(fields["width"])
     for key in (*family.keys, family.epsilon):
         fields |= dict.fromkeys(key.fields, key.value(hf))
@@ -158,8 +174,10 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
         values = {field: key.value(hf) for key in family.experts for field in key.fields}
         fields["experts"] = Experts(**values | family.fixed_experts)
     layers = _layer_fields(hf, family, dense, where)
-    if family.query_scale:
+    if family.query_scale == "rope":
         fields |= _query_scale(hf, layers["rope"], where)
+    elif family.query_scale == "layers":
+        fields |= _query_scale_of_layers(hf)
     config = ModelConfig(
         **fields
         | {
@@ -214,6 +232,16 @@ def _query_scale(hf: dict[str, Any], rope: Rope, where: str) -> dict[str, Any]:
             f" they are {scale!r:.40} and {length!r:.40}"
         )
     return {"query_scale": float(scale), "query_scale_length": length} if scale else {}
+
+
+def _query_scale_of_layers(hf: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of queries that are scaled by their position in some layers (Llama 4)."""
+    scale = hf.get("attn_scale", 0.1)
+    if not (hf.get("attn_temperature_tuning", True) and scale):
+        return {}
+    length = hf.get("floor_scale", _FLOOR_SCALE)
+    fields = {"query_scale": float(scale), "query_scale_length": length}
+    return fields | {"query_scale_layers": "unrotated"}
 
 
 def _query_scale_to_hf(config: ModelConfig, hf: dict[str, Any]) -> dict[str, Any]:
@@ -282,7 +310,7 @@ def _layer_fields(
     """
     count = hf["num_hidden_layers"]
     rope, local = _ropes(hf, family, where)
-    window = hf.get("sliding_window", family.window)
+    window = hf.get(family.local.key, family.window)
     if family.windows == "none" or (family.window_switch and not hf.get("use_sliding_window")):
         window = None
     mixer = (
@@ -291,7 +319,7 @@ def _layer_fields(
     states_types = family.windows == "types" or mixer is not None
     types = hf.get("layer_types") if states_types else None
     if not types:
-        types = family.default_types(hf) if family.default_types else [SLIDING] * count
+        types = family.default_types(hf) if family.default_types else [family.local.type] * count
     if len(set(types)) == 1:
         types = types[:1] * count
     no_rotation = {
@@ -300,7 +328,7 @@ def _layer_fields(
         "full": [window is None or name == FULL for name in types],
         "full beside windows": [window is not None and name == FULL for name in types],
     }[family.unrotated_layers]
-    known = (FULL, SLIDING if mixer is None else LINEAR)
+    known = (FULL, family.local.type if mixer is None else LINEAR)
     if len(types) != count or len(no_rotation) != count or not set(types) <= {*known}:
         raise InputError(
             f"{where}: layer_types={types!r:.60} and no_rope_layers must have an entry for each of"
@@ -308,8 +336,8 @@ def _layer_fields(
         )
     kinds = [
         LayerKind(
-            pattern=None if window is None or name == FULL else Sliding(window=window),
-            rope=NoRotation() if is_unrotated else local if name == SLIDING else None,
+            pattern=None if window is None or name == FULL else family.local.pattern(window),
+            rope=NoRotation() if is_unrotated else local if name == family.local.type else None,
             mixer=mixer if name == LINEAR else None,
             dense=is_dense and not all(dense),
         )
@@ -490,6 +518,7 @@ def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str,
         "architectures": [family.architecture],
         "model_type": kind,
         **{key: getattr(config, field) for key, field in _SIZES.items()},
+        family.mlp_width_key: config.mlp_width,
         "num_key_value_heads": config.num_kv_heads,
         "max_position_embeddings": announced_length(config),
         family.activation_key: _ACTIVATIONS[config.activation][0],
@@ -513,8 +542,12 @@ def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str,
         hf |= family.dense.write([layer.experts is None for layer in layers])
     hf |= {key: allowed[0] for key, allowed in family.only.items()}
     hf |= _layers_to_hf(config, family, kind) | _ropes_to_hf(config, family)
-    if family.query_scale:
+    if family.query_scale == "rope":
         hf |= _query_scale_to_hf(config, hf)
+    elif family.query_scale == "layers":
+        hf["attn_temperature_tuning"] = config.query_scale != 0
+        hf["attn_scale"] = config.query_scale
+        hf["floor_scale"] = config.query_scale_length or _FLOOR_SCALE
     if hf["max_position_embeddings"] != config.max_length:
         hf[_MAX_LENGTH] = config.max_length
     if family.rotary_fraction is not None and isinstance(hf.get("rope_parameters"), dict):
@@ -562,13 +595,13 @@ def _layers_to_hf(config: ModelConfig, family: Family, kind: str) -> dict[str, A
         return {}
     sizes = windows(config)
     window = max((size for size in sizes if size is not None), default=None)
-    fields = {"sliding_window": window}
+    fields = {family.local.key: window}
     if family.window_switch:
         fields["use_sliding_window"] = window is not None
     if family.windows == "all":
         return fields
     if config.layers or kind not in ("qwen2", "ministral"):
-        fields["layer_types"] = [FULL if size is None else SLIDING for size in sizes]
+        fields["layer_types"] = [FULL if size is None else family.local.type for size in sizes]
     if kind == "qwen2":
         # transformers 4 reads the number of the first layer with a window; all after it have one.
         first = sizes.index(window) if window is not None else config.num_layers
@@ -577,5 +610,5 @@ def _layers_to_hf(config: ModelConfig, family: Family, kind: str) -> dict[str, A
     if family.unrotated_layers == "listed":
         fields["no_rope_layers"] = list(map(int, rotated))
     elif family.unrotated_layers != "none" and window is None and not all(rotated):
-        fields["sliding_window"] = family.window  # null would rotate these layers, or is refused
+        fields[family.local.key] = family.window  # null would rotate these layers, or is refused
     return fields

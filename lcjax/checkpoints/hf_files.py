@@ -126,6 +126,7 @@ FAMILY_TYPES = {
     **dict.fromkeys(
         (
             "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
+            "intermediate_size_mlp", "attention_chunk_size", "floor_scale",
             "shared_expert_intermediate_size",
             "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
             "linear_value_head_dim", "linear_conv_kernel_dim", "full_attention_interval",
@@ -141,14 +142,17 @@ FAMILY_TYPES = {
         _POSITIVE,
     ),
     # 0: all layers are dense, if their family has such layers
-    **dict.fromkeys(("num_experts", "num_local_experts"), _LAYERS),
-    "mlp_only_layers": _NUMBERS,
-    "router_aux_loss_coef": _NUMBER,
-    **dict.fromkeys(("norm_topk_prob", "qkv_bias"), _FLAG),
+    **dict.fromkeys(("num_experts", "num_local_experts", "interleave_moe_layer_step"), _LAYERS),
+    **dict.fromkeys(("mlp_only_layers", "moe_layers"), _NUMBERS),
+    **dict.fromkeys(("router_aux_loss_coef", "attn_scale"), _NUMBER),
+    **dict.fromkeys(("norm_topk_prob", "qkv_bias", "attn_temperature_tuning"), _FLAG),
     "sliding_window_pattern": _PERIOD,
 }  # fmt: skip
 # Null switches these off; if they are absent, some families have them.
-_NULLS = ("sliding_window", "final_logit_softcapping", "attn_logit_softcapping")
+_NULLS = (
+    *("sliding_window", "attention_chunk_size", "final_logit_softcapping"),
+    "attn_logit_softcapping",
+)
 
 
 def stated(values: dict[str, Any]) -> dict[str, Any]:

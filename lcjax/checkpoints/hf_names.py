@@ -12,7 +12,7 @@ heads of values with Y channels, and W the taps of its convolution.
 E counts experts, whose width is F; S is the width of a shared expert. A name with `*` stands for
 one tensor per expert, with the expert's number for `*`; the row describes their concatenation along
 the leading axis. A name that ends with `[0::2]` or `[1::2]` stands for every second entry of a
-tensor's last axis.
+tensor's last axis, one that ends with `[:n]` or `[n:]` for the first or second half of this axis.
 
 `"a|b"` is one tensor that the released class holds under two names. A checkpoint may store it under
 either name, or under both with equal values; both are written.
@@ -34,6 +34,7 @@ from lcjax.models.model_config import ModelConfig
 # fields, or a flag of `_rows`. Rows whose path begins with `layers/` occur once per layer.
 _ATTENTION, _MLP, _EXPERTS = "layers/attention", "layers/mlp", "layers/mlp/experts"
 _SHARED = "layers/mlp/shared"
+_FORMS = ("each", "alternating", "halves")  # `Family.expert_arrays`
 _MIXER = "layers/mixer"
 _DECODER = (
     ("model.embed_tokens.weight", "V,D", "embed/embedding", "VD", ""),
@@ -83,14 +84,16 @@ _DECODER = (
     ("self_attn.sinks", "N", f"{_ATTENTION}/sinks", "N", "attention_sinks"),
     ("mlp.gate.weight", "E,D", f"{_MLP}/router/kernel", "DE", "experts"),
     ("mlp.gate.bias", "E", f"{_MLP}/router/bias", "E", "expert_bias"),
-    ("mlp.experts.*.gate_proj.weight", "EF,D", f"{_EXPERTS}/gate/kernel", "EDF", "one by one"),
-    ("mlp.experts.*.up_proj.weight", "EF,D", f"{_EXPERTS}/up/kernel", "EDF", "one by one"),
-    ("mlp.experts.*.down_proj.weight", "ED,F", f"{_EXPERTS}/down/kernel", "EFD", "one by one"),
-    ("mlp.experts.gate_up_proj[0::2]", "E,D,F", f"{_EXPERTS}/gate/kernel", "EDF", "expert_bias"),
-    ("mlp.experts.gate_up_proj[1::2]", "E,D,F", f"{_EXPERTS}/up/kernel", "EDF", "expert_bias"),
+    ("mlp.experts.*.gate_proj.weight", "EF,D", f"{_EXPERTS}/gate/kernel", "EDF", "each"),
+    ("mlp.experts.*.up_proj.weight", "EF,D", f"{_EXPERTS}/up/kernel", "EDF", "each"),
+    ("mlp.experts.*.down_proj.weight", "ED,F", f"{_EXPERTS}/down/kernel", "EFD", "each"),
+    ("mlp.experts.gate_up_proj[0::2]", "E,D,F", f"{_EXPERTS}/gate/kernel", "EDF", "alternating"),
+    ("mlp.experts.gate_up_proj[1::2]", "E,D,F", f"{_EXPERTS}/up/kernel", "EDF", "alternating"),
+    ("mlp.experts.gate_up_proj[:n]", "E,D,F", f"{_EXPERTS}/gate/kernel", "EDF", "halves"),
+    ("mlp.experts.gate_up_proj[n:]", "E,D,F", f"{_EXPERTS}/up/kernel", "EDF", "halves"),
     ("mlp.experts.gate_up_proj_bias[0::2]", "E,F", f"{_EXPERTS}/gate/bias", "EF", "expert_bias"),
     ("mlp.experts.gate_up_proj_bias[1::2]", "E,F", f"{_EXPERTS}/up/bias", "EF", "expert_bias"),
-    ("mlp.experts.down_proj", "E,F,D", f"{_EXPERTS}/down/kernel", "EFD", "expert_bias"),
+    ("mlp.experts.down_proj", "E,F,D", f"{_EXPERTS}/down/kernel", "EFD", "together"),
     ("mlp.experts.down_proj_bias", "E,D", f"{_EXPERTS}/down/bias", "ED", "expert_bias"),
     ("mlp.shared_expert.gate_proj.weight", "S,D", f"{_SHARED}/gate/kernel", "DS", "shared"),
     ("mlp.shared_expert.up_proj.weight", "S,D", f"{_SHARED}/up/kernel", "DS", "shared"),
@@ -245,16 +248,27 @@ def expert_names(name: str, count: int) -> list[str]:
     return [name.replace("*", str(i)) for i in range(count)] if "*" in name else [name]
 
 
-_PART = re.compile(r"(.+)\[([01])::2\]")
+_PART = re.compile(r"(.+)\[(.+)\]")
 
 
-def alternating(name: str) -> tuple[str, int] | None:
-    """Returns the stored tensor, and the first entry of each pair of its last axis that `name` has.
+def part_of(name: str) -> tuple[str, str] | None:
+    """Returns the stored tensor, and which entries of its last axis `name` has (`part_slice`).
 
     None for the name of a whole tensor.
     """
     match = _PART.fullmatch(name)
-    return match and (match[1], int(match[2]))
+    return match and (match[1], match[2])
+
+
+def part_slice(part: str, size: int) -> slice:
+    """Returns the slice of an axis of this size that a name has in brackets."""
+    half = size // 2
+    return {
+        "0::2": slice(0, None, 2),
+        "1::2": slice(1, None, 2),
+        ":n": slice(half),
+        "n:": slice(half, None),
+    }[part]
 
 
 def parts_of(name: str) -> list[str]:
@@ -408,7 +422,8 @@ def _rows(config: ModelConfig, family: Family) -> Iterator[tuple[int, TensorRow]
         "untied": not config.tie_embeddings,
         "one_mlp": config.experts is None,
         "expert_bias": config.experts is not None and config.experts.bias,
-        "one by one": config.experts is not None and not config.experts.bias,
+        **{form: config.experts is not None and family.expert_arrays == form for form in _FORMS},
+        "together": config.experts is not None and family.expert_arrays != "each",
         "shared": config.experts is not None and config.experts.shared_width is not None,
         "shared_gate": config.experts is not None and config.experts.shared_gate,
         "gate": config.experts is None and config.gated_mlp,

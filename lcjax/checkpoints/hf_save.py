@@ -207,7 +207,7 @@ class WeightStream:
         """
 
         def stored_name(name):
-            whole, _ = hf_names.alternating(name) or (name, 0)
+            whole, _ = hf_names.part_of(name) or (name, "")
             return hf_names.fused_name(whole, fused) or whole
 
         self._tensors: dict[str, TensorInfo] = {}
@@ -218,7 +218,7 @@ class WeightStream:
             rows = list(group)
             entries = [entry for _, entry, _ in rows]
             names = hf_names.expert_names(name, entries[0].num_experts)
-            if hf_names.alternating(rows[0][0]):
+            if hf_names.part_of(rows[0][0]):
                 *axes, last = entries[0].tensor_shape
                 shape = *axes, len(rows) * last
             else:
@@ -238,7 +238,7 @@ class WeightStream:
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yields the tensors; those of a group are the rows of its entries, in equal parts.
 
-        Alternating entries take turns along the last axis. `read` reads one layer of a leaf.
+        Entries with a part of the last axis are joined there. `read` reads one layer of a leaf.
         """
         for names, rows in groups:
             parts, dtype = [], DTYPES[self._tensors[names[0]].dtype]
@@ -250,8 +250,12 @@ class WeightStream:
                 parts.append(tensor)
                 if progress:
                     progress(parts[-1].nbytes)
-            if hf_names.alternating(rows[0][0]):
-                yield names[0], np.stack(parts, -1).reshape(self._tensors[names[0]].shape)
+            if hf_names.part_of(rows[0][0]):
+                array = np.empty(self._tensors[names[0]].shape, dtype)
+                for (name, *_), part in zip(rows, parts, strict=True):
+                    _, columns = hf_names.part_of(name)
+                    array[..., hf_names.part_slice(columns, array.shape[-1])] = part
+                yield names[0], array
                 continue
             array = parts[0]
             if len(parts) > 1:

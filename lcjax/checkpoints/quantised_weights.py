@@ -101,7 +101,7 @@ class Mxfp4Source:
     """A source whose MXFP4 tensors are bfloat16 ones, which hold the same numbers.
 
     Gate and up-projection, whose outputs take turns in one tensor, are two tensors, under the names
-    of `hf_names.alternating`: so each number is decoded once.
+    of `hf_names.part_of`: so each number is decoded once.
     """
 
     def __init__(self, source: WeightSource):

@@ -107,7 +107,7 @@ class Rows(NamedTuple):
     start: int = 0
     count: int | None = None  # None: all
     expert: int | None = None  # index into the first axis of a tensor [E, rows, ...]
-    part: int | None = None  # first of every second entry of the last axis; None: all entries
+    part: str | None = None  # of the last axis (`hf_names.part_slice`), half of it; None: all
 
     def info(self, source: WeightSource) -> TensorInfo:
         """Returns shape and dtype of these rows."""
@@ -120,7 +120,8 @@ class Rows(NamedTuple):
         """Reads rows `start:stop` of these rows."""
         start, stop = self.start + start, self.start + stop
         if self.part is not None:
-            return source.rows(self.name, start, stop)[..., self.part :: 2]
+            columns = hf_names.part_slice(self.part, source.tensors[self.name].shape[-1])
+            return source.rows(self.name, start, stop)[..., columns]
         if self.expert is None:
             return source.rows(self.name, start, stop)
         return source.rows(self.name, self.expert, self.expert + 1)[0, start:stop]
@@ -190,7 +191,7 @@ def in_halves(source: WeightSource, config: ModelConfig) -> WeightSource:
 
 # Multimodal models: the prefixes of the text part, and the modules that only images use.
 _TEXT_PARTS = {"language_model.": "", "model.language_model.": "model."}
-_IMAGE_PARTS = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector)\.")
+_IMAGE_PARTS = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
 
 
 def text_weights(source: WeightSource) -> WeightSource:
@@ -243,7 +244,7 @@ def with_base_prefix(source: WeightSource, config: ModelConfig) -> WeightSource:
 
 
 def resolve_names(source: WeightSource, table: Sequence[hf_names.Entry]) -> WeightSource:
-    """Returns `source` with the names of `table`: no aliases, no fused or alternating tensors.
+    """Returns `source` with the names of `table`: no aliases, no fused tensors.
 
     The matrices of all experts are one tensor, whether they are stored one by one or in one array.
 
@@ -276,7 +277,7 @@ def resolve_names(source: WeightSource, table: Sequence[hf_names.Entry]) -> Weig
             starts = range(end - size, info.shape[0], info.shape[0] // groups)
             stored[part] = [Rows(name, start, size) for start in starts]
     for name in expected:
-        whole, part = hf_names.alternating(name) or ("", 0)
+        whole, part = hf_names.part_of(name) or ("", "")
         if whole in source.tensors and len(source.tensors[whole].shape) > 1:
             stored.pop(whole, None)
             stored[name] = [Rows(whole, part=part)]
@@ -296,7 +297,7 @@ def _expert_tensors(source: WeightSource, table: Iterable[hf_names.Entry]) -> di
             continue
         form, part, parts = hf_names.STATE_DICT[entry.path]
         for name, layer in zip(entry.names, entry.layers, strict=True):
-            if hf_names.alternating(name):
+            if hf_names.part_of(name):
                 continue
             names = hf_names.expert_names(name, entry.num_experts)
             together = f"model.layers.{layer}.{form}"

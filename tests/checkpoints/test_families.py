@@ -301,6 +301,64 @@ MODELS = {
             "sliding_window": 7,
         },
     ),
+    "llama4": (
+        "llama4_text",
+        {
+            "head_dim": 20,
+            "num_hidden_layers": 5,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 5,
+            "attention_chunk_size": 7,
+            "interleave_moe_layer_step": 2,
+            "floor_scale": 5,
+            "attn_scale": 0.6,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "llama4, other values": (
+        "llama4_text",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "attention_chunk_size": 9,
+            "moe_layers": [0, 3],
+            "no_rope_layers": [0, 1, 0, 1],
+            "layer_types": [
+                *("full_attention", "full_attention", "chunked_attention", "chunked_attention"),
+            ],
+            "attention_bias": True,
+            "attn_temperature_tuning": False,
+            "tie_word_embeddings": True,
+            "router_aux_loss_coef": 0.02,
+            "rope_parameters": YARN | {"rope_theta": 1e6},
+        },
+    ),
+    "llama4, no experts": (
+        "llama4_text",
+        {
+            "head_dim": 20,
+            "num_hidden_layers": 2,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 0,
+            "moe_layers": [],
+            "interleave_moe_layer_step": 0,
+            "no_rope_layer_interval": 8,
+            "attention_chunk_size": None,
+            "use_qk_norm": False,
+        },
+    ),
     "gpt_oss": (
         "gpt_oss",
         {
@@ -638,7 +696,11 @@ def test_fused_tensors_of_another_size_are_named(tmp_path):
 
 @pytest.mark.slow_except("mixtral-True")
 @pytest.mark.parametrize(
-    ("name", "scan"), [("mixtral", True), ("olmoe", False), ("qwen2_moe", True)]
+    ("name", "scan"),
+    [
+        *(("mixtral", True), ("olmoe", False), ("qwen2_moe", True)),
+        ("qwen2_moe, dense layers", True),
+    ],
 )
 def test_the_loss_of_a_mixture_and_its_gradient_are_those_of_transformers(tmp_path, name, scan):
     (tmp_path / "hf").mkdir()
@@ -783,8 +845,13 @@ OTHER_VALUES = {
     **dict.fromkeys(("hidden_act", "hidden_activation"), ("relu",)),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), (1e-3,)),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias"), (True, False)),
-    **dict.fromkeys(("attention_out_bias", "qk_layernorm", "use_qk_norm"), (True,)),
-    "qkv_bias": (False,),
+    **dict.fromkeys(("attention_out_bias", "qk_layernorm"), (True,)),
+    "use_qk_norm": (True, False),
+    **dict.fromkeys(("qkv_bias", "attn_temperature_tuning"), (False,)),
+    "moe_layers": ([1],),
+    "interleave_moe_layer_step": (2,),
+    **dict.fromkeys(("attention_chunk_size", "floor_scale", "intermediate_size_mlp"), (5,)),
+    "attn_scale": (0.3,),
     "logit_scale": (3.0,),
     "sliding_window_pattern": (2,),
     **dict.fromkeys(("norm_topk_prob", "tie_word_embeddings"), (True, False)),
@@ -824,6 +891,10 @@ NO_EFFECT = {
     *("get_text_config", "text_config", "vision_config", "image_token_id", "mm_tokens_per_image"),
     *("image_token_index", "boi_token_index", "eoi_token_index"),
     *("video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("num_channels", "image_size", "patch_size", "norm_eps", "pixel_shuffle_ratio"),
+    *("vision_output_dim", "vision_feature_select_strategy", "multi_modal_projector_bias"),
+    *("projector_input_dim", "projector_output_dim", "projector_dropout"),
+    *("output_attentions", "output_hidden_states", "return_dict"),
 }
 # Keys that a class has and does not use, or for other values of another key.
 UNUSED = {
@@ -838,6 +909,7 @@ SWITCHED_ON = {
     "num_experts": 6,
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
+    "intermediate_size_mlp": 64,
 }
 
 

@@ -75,7 +75,7 @@ def test_rows_that_devices_of_the_expert_axis_exchange_are_in_the_memory_of_trai
     assert alone.activations < two.activations < four.activations
 
 
-def test_mixtral_and_qwen_moe_have_their_published_sizes():
+def test_published_mixtures_have_their_sizes():
     mixtral = ModelConfig(32_000, 4_096, 14_336, 32, 32, 8, 128, 32_768, experts=Experts(8))
     found = cost.estimate(mixtral, 16)
     assert (found.parameters, found.active_parameters) == (46_702_792_704, 12_879_925_248)
@@ -89,6 +89,14 @@ def test_mixtral_and_qwen_moe_have_their_published_sizes():
     sizes = 151_936, 2_048, 5_632, 24, 16, 16, 128, 8_192
     found = cost.estimate(ModelConfig(*sizes, qkv_bias=True, experts=experts), 16)
     assert (found.parameters, found.active_parameters) == (14_315_784_192, 2_689_173_504)
+    # Llama 4 Maverick: 17B active and 400B total parameters; every second layer is dense.
+    experts, kinds = (
+        Experts(128, 1, 8_192, shared_width=8_192),
+        (LayerKind(dense=True), LayerKind()),
+    )
+    sizes = 202_048, 5_120, 16_384, 48, 40, 8, 128, 1_048_576
+    found = cost.estimate(ModelConfig(*sizes, experts=experts, layers=kinds), 16)
+    assert (found.parameters, found.active_parameters) == (400_711_848_960, 17_184_691_200)
 
 
 def test_training_every_weight_costs_three_times_forward():
