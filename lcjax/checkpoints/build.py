@@ -139,11 +139,12 @@ def model_config(section: ModelSection, config: ModelConfig) -> ModelConfig:
     if section.cache is not None:
         changes["cache"] = section.cache
     if section.layers is not None:
-        changes["layers"] = tuple(
+        kinds = tuple(
             kind if kind.rope is None
             else dataclasses.replace(kind, rope=resolve_rope(kind.rope, config))
             for kind in section.layers
         )  # fmt: skip
+        changes["layers"] = kinds if section.path is None else config.kinds_with(kinds)
     if section.position is not None:
         if section.path is not None and section.position != config.position:
             raise InputError(

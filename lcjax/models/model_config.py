@@ -336,6 +336,29 @@ class ModelConfig:
         """Returns a config in which all layers are as layer `index`."""
         return self.of_kind(self.kinds[self.kind_by_layer[index]]) if self.layers else self
 
+    def kinds_with(self, layers: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
+        """Returns kinds of layers with the patterns and ropes of `layers`.
+
+        What weights depend on, mixers and dense MLPs, stays as it is in each layer.
+
+        Raises:
+          InputError: an entry of `layers` has another mixer, or is dense where this model is not.
+        """
+        other, kinds = self.replace(layers=layers), []
+        for index, number in enumerate(other.kind_by_layer):
+            new, old = other.kinds[number], self.kinds[self.kind_by_layer[index]]
+            parts = {"mixer": old.mixer, "dense": old.dense}
+            for name, part in parts.items():
+                if getattr(new, name) and getattr(new, name) != part:
+                    raise InputError(
+                        f"model.layers: {name}={getattr(new, name)} of layer {index} does not fit"
+                        f" the weights of this model, whose layer has {name}={part}; leave {name}"
+                        " out, which stays as the weights have it"
+                    )
+            kinds.append(dataclasses.replace(new, **parts))
+        same = all(map(operator.eq, kinds, (other.kinds[i] for i in other.kind_by_layer)))
+        return layers if same else shortest_period(kinds)
+
     @property
     def patterns(self) -> tuple[Pattern, ...]:
         """The distinct patterns of the layers with attention."""

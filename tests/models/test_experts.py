@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_lm import text
 
-from lcjax.attention import Chunked
+from lcjax.attention import Chunked, Sliding
 from lcjax.cost.chips import Topology
 from lcjax.cost.compilers import devices
 from lcjax.errors import InputError
@@ -276,6 +276,17 @@ def test_what_a_mixture_does_not_have_is_refused():
         CONFIG.replace(gated_mlp=False)
     with pytest.raises(InputError, match=r"experts.top_k=3 must be at most experts.count=2"):
         Experts(count=2, top_k=3)
+
+
+def test_other_kinds_of_layers_leave_dense_ones_dense():
+    window = LayerKind(3, Sliding(4))
+    kinds = LLAMA4.kinds_with((window, LayerKind()))
+    dense, sparse = LayerKind(1, Sliding(4), dense=True), LayerKind(1, Sliding(4))
+    assert kinds == (dense, sparse, dense, LayerKind())
+    assert LLAMA4.kinds_with(()) == (LayerKind(dense=True), LayerKind())
+    assert CONFIG.kinds_with((window, LayerKind())) == (window, LayerKind())
+    with pytest.raises(InputError, match="dense=True of layer 1 does not fit the weights"):
+        LLAMA4.kinds_with((LayerKind(dense=True),))
 
 
 def loss_and_gradients(config, mesh, params, batch):
