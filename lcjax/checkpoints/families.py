@@ -147,15 +147,15 @@ def _qwen_dense(hf: dict[str, Any]) -> list[bool]:
 
 
 def _llama4_dense(hf: dict[str, Any]) -> list[bool]:
-    step, count, sparse = hf.get("interleave_moe_layer_step", 1), hf["num_hidden_layers"], None
-    if (sparse := hf.get("moe_layers")) is None:
-        if step < 1:
-            raise InputError(
-                f"interleave_moe_layer_step={step} must be a whole number of at least 1, in a"
-                " config without moe_layers; correct it"
-            )
-        sparse = range(step - 1, count, step)
-    return [i not in sparse for i in range(count)]
+    step, layers = hf.get("interleave_moe_layer_step", 1), range(hf["num_hidden_layers"])
+    if "moe_layers" in hf:
+        return [i not in hf["moe_layers"] for i in layers]
+    if step < 1:
+        raise InputError(
+            f"interleave_moe_layer_step={step} must be at least 1 in a config without moe_layers;"
+            " correct it"
+        )
+    return [(i + 1) % step != 0 for i in layers]
 
 
 def _even_layers_before(hf: dict[str, Any]) -> list[str]:

@@ -552,7 +552,9 @@ def test_a_model_gives_the_logits_and_texts_of_transformers_and_is_exported_as_i
     assert_same(reread, params)
 
 
-@pytest.mark.slow_except("llama", "phi3", "gemma3", "mixtral")  # each stores other tensors
+@pytest.mark.slow_except(  # each stores other tensors
+    "llama", "phi3", "gemma3", "mixtral", "llama4"
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_pickles_in_two_files_hold_the_model_of_safetensors(tmp_path, name):
     for form in ("safetensors", "bin"):
