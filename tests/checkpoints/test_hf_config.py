@@ -240,6 +240,10 @@ def test_a_window_survives_the_way_out_and_back(family):
     assert config_from_hf(hf) == config
 
 
+LLAMA4 = LLAMA2 | {"model_type": "llama4_text", "intermediate_size_mlp": 96}
+QWEN2_MOE = LLAMA2 | {"model_type": "qwen2_moe"}
+
+
 @pytest.mark.parametrize(
     ("hf", "words"),
     [
@@ -264,6 +268,13 @@ def test_a_window_survives_the_way_out_and_back(family):
         (LLAMA2 | {"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number"),
         (LLAMA2 | {"num_hidden_layers": 10**6}, "num_hidden_layers=1000000 must be .* to 2,000"),
         (LLAMA2 | {"vocab_size": 32000.5}, "vocab_size=32000.5 must be a whole number"),
+        (LLAMA2 | {"model_type": "mixtral", "num_local_experts": 0}, "experts.count=0 must be"),
+        (LLAMA4 | {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),
+        (
+            LLAMA4 | {"interleave_moe_layer_step": 0},
+            "layer_step=0 must be at least 1 .* moe_layers",
+        ),
+        (LLAMA4 | {"layer_types": 32 * ["sliding_attention"]}, "full_attention, chunked_attention"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_in_one_line(hf, words):
@@ -386,6 +397,8 @@ PHI = LLAMA2 | {"model_type": "phi", "hidden_act": "gelu_new"}
         (GEMMA3, ("sliding_window_pattern", "rope_local_base_freq")),
         (GRANITE, ("logits_scaling", "embedding_multiplier")),
         (MIXTRAL, ("num_local_experts", "router_aux_loss_coef")),
+        (QWEN2_MOE, ("mlp_only_layers", "layer_types")),
+        (LLAMA4, ("moe_layers", "no_rope_layers", "layer_types")),
     ],
 )
 def test_null_is_read_as_absent_for_the_keys_of_one_family(hf, keys):
@@ -465,6 +478,10 @@ def test_null_switches_windows_and_caps_off():
         *((GRANITE, {"logits_scaling": value}) for value in (0, "8", float("inf"))),
         (GRANITE, {"embedding_multiplier": "8"}),
         (MIXTRAL, {"router_aux_loss_coef": "0.1"}),
+        *((QWEN2_MOE, {"mlp_only_layers": value}) for value in (3, "all")),
+        *((QWEN2_MOE, {key: 0}) for key in ("decoder_sparse_step", "moe_intermediate_size")),
+        *((LLAMA4, {key: 0}) for key in ("floor_scale", "attention_chunk_size")),
+        *((LLAMA4, {"attn_temperature_tuning": 4}), (LLAMA4, {"moe_layers": 1})),
         (LLAMA2 | {"model_type": "olmoe"}, {"norm_topk_prob": "false"}),
         (LLAMA2, {"architectures": 1}),
     ],
