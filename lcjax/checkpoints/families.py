@@ -507,6 +507,7 @@ FAMILIES: dict[str, Family] = {
         experts=(*_expert_keys("num_experts", 64, 8, 0.01), _NORMALIZE),
         only={"clip_qkv": (None,)},
     ),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_QWEN_MIXED, **_QWEN3_5),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
         **_QWEN_MIXED,
@@ -515,13 +516,12 @@ FAMILIES: dict[str, Family] = {
             Key("norm_topk_prob", ("normalize",), True),
         ),
         fixed_experts={"shared_gate": True},
-        only={"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
+        dense=_QWEN_DENSE,
         fused=(
             *("self_attn.q_proj", "linear_attn.conv1d"),
             *("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"),
         ),
     ),
-    "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_QWEN_MIXED, **_QWEN3_5),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
         **_QWEN_MIXED,

@@ -412,6 +412,7 @@ MODELS = {
             "attention_bias": True,
             "tie_word_embeddings": True,
             "norm_topk_prob": False,
+            "mlp_only_layers": [1],
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 16,
