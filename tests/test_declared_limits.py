@@ -136,6 +136,7 @@ def test_values_at_the_ends_of_the_limits_pass():
 FIELDS = {
     "Batching": {"max_tokens": 8},
     "Experts": {"count": 4},
+    "GatedDeltaNet": {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 6},
     "Landmarks": {"token": 3},
     "LengthLimit": {"max_tokens": 8, "on_long": "cut", "name": "passages"},
     "Method": {"name": "x"},
