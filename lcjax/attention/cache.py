@@ -96,6 +96,8 @@ class LayerCache(abc.ABC):
     acts_on_chunk: ClassVar[bool] = False
     shares_slots: ClassVar[bool] = False  # whether devices may share its slots (`share_slots`)
     evicts: ClassVar[bool] = False  # whether a policy chooses which tokens stay
+    # Whether rows go on from copies of the end of one row (`extend_slots`)
+    continues: ClassVar[bool] = False
     # Whether layers share what stays at the end of a prompt (`end_prompt`)
     shares_across_layers: ClassVar[bool] = False
     # Whether the slots that the end of a prompt leaves depend on its text (`needs_few`)
@@ -338,6 +340,7 @@ class FullCache(LayerCache):
     """
 
     keeps_all: ClassVar[bool] = True
+    continues: ClassVar[bool] = True
     shares_slots: ClassVar[bool] = True
 
     storage: Storage = dataclasses.field(default=Exact(), kw_only=True)

@@ -120,6 +120,7 @@ class _InfLLMCache(FullCache):
     """All keys and values, with the attention that keys received and the summaries of blocks."""
 
     holds_keys_only: ClassVar[bool] = False
+    continues: ClassVar[bool] = False
     shares_slots: ClassVar[bool] = False  # summaries are those of consecutive keys
 
     inf_llm: InfLLM

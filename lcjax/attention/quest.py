@@ -103,6 +103,7 @@ class PagedCache(FullCache):
     """
 
     holds_keys_only: ClassVar[bool] = False
+    continues: ClassVar[bool] = False  # its pages would begin anew
     shares_slots: ClassVar[bool] = False  # a page has consecutive keys
     differs_by_layer: ClassVar[bool] = True
 

@@ -512,7 +512,7 @@ class CachedPrefix(NamedTuple):
         """
         if not (can_share_prefix(config) or can_continue_prefix(config)):
             names = [type(pattern).__name__ for pattern in config.patterns]
-            names += [] if config.cache is None else [type(config.cache).__name__]
+            names += [type(x).__name__ for x in (config.cache, config.mixer) if x is not None]
             names = " or ".join(names)
             raise InputError(
                 f"prefix: with {names} the keys that a token sees depend on other tokens of the"
@@ -564,8 +564,7 @@ def can_continue_prefix(config: ModelConfig) -> bool:
     """
     kinds = cache_lib.layer_caches(config)
     if not config.evicts:
-        acts = any(kind.acts_on_prompt or kind.acts_on_chunk for kind in kinds)
-        return config.is_position_based and not acts
+        return config.is_position_based and all(kind.continues for kind in kinds)
     if config.cache.chunk is not None:
         return False
     return config.is_position_based and all(x.evicts or not x.keeps_all for x in kinds)

@@ -1,5 +1,6 @@
 """The layer of `mixer.GatedDeltaNet`, which reads a text with a state in place of attention."""
 
+import math
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -65,11 +66,12 @@ class GatedDeltaNetLayer(nn.Module):
                 y = v
             else:
                 repeats = mixer.value_heads // mixer.key_heads
-                q, k = (jnp.repeat(_normalised(y), repeats, axis=2) for y in (q, k))
+                q, k = _normalised(q, mixer.key_dim**-0.5), _normalised(k)
+                q, k = (jnp.repeat(y, repeats, axis=2) for y in (q, k))
                 beta = nn.sigmoid(beta.astype(jnp.float32)) * (1 + mixer.negative_eigenvalues)
                 decay = -jnp.exp(rate) * nn.softplus(decay.astype(jnp.float32) + bias)
                 y, state["state"] = gated_delta_rule(
-                    *(q * mixer.key_dim**-0.5, k, v, decay, beta),
+                    *(q, k, v, decay, beta),
                     state=state.get("state"),
                     segments=inputs.segments,
                     layout=layout,
@@ -106,7 +108,7 @@ def _convolution(
     """Returns the causal convolution of each channel, and the inputs that the next token needs."""
     count, *heads = taps.shape
     if state is not None:
-        state = state.swapaxes(1, 2).reshape(len(x), count - 1, -1)
+        state = state.swapaxes(1, 2).reshape(len(x), count - 1, math.prod(heads))
     y, state = causal_convolution(
         *(x.reshape(*x.shape[:2], -1), taps.reshape(count, -1)),
         state=state,
@@ -116,11 +118,11 @@ def _convolution(
     return y.reshape(x.shape), state.reshape(len(x), count - 1, *heads).swapaxes(1, 2)
 
 
-def _normalised(x: Float[Array, "... C"]) -> Float[Array, "... C"]:
-    """Divides vectors by their norms, in float32."""
+def _normalised(x: Float[Array, "... C"], norm: float = 1.0) -> Float[Array, "... C"]:
+    """Scales vectors to a `norm`, in float32."""
     wide = x.astype(jnp.float32)
     squares = jnp.square(wide).sum(-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(squares + _EPSILON)).astype(x.dtype)
+    return (wide * jax.lax.rsqrt(squares + _EPSILON) * norm).astype(x.dtype)
 
 
 def _initial_rates(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

@@ -91,6 +91,7 @@ class StateCache(LayerCache):
     """The state of a mixer: of fixed size, whatever number of tokens it has read."""
 
     keeps_all: ClassVar[bool] = False
+    continues: ClassVar[bool] = True
 
     mixer: Mixer
 

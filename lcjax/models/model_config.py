@@ -42,6 +42,11 @@ class LayerKind:
     def __post_init__(self):
         check_choices("layers", self)
         check_fields("layers", self)
+        if self.mixer is not None and (self.pattern is not None or self.rope is not None):
+            raise InputError(
+                "model.layers: an entry with a mixer has no attention, which pattern and rope are"
+                " for; leave them out of it, or leave mixer out"
+            )
 
 
 MAX_LAYERS = 2_000  # the deepest published transformer has 1,000 (DeepNet, arXiv 2203.00555)
@@ -167,6 +172,8 @@ class ModelConfig:
                 f"model.query_scale={self.query_scale} needs query_scale_length, which is"
                 f" {self.query_scale_length}; set both (Ministral 3: 0.1 and 16384), or neither"
             )
+        if any(kind.mixer or self.mixer for kind in self.kinds):
+            self._check_mixers()
         if self.experts is not None:
             self._check_experts()
         if self.memory is not None:
@@ -219,6 +226,20 @@ class ModelConfig:
                 raise InputError(
                     f"model.position={self.position} is not defined under pattern {choice!r}, "
                     f"which places tokens itself; it takes {', '.join(choice.encodings)}"
+                )
+
+    def _check_mixers(self) -> None:
+        """Raises an InputError if layers with a mixer cannot be beside the others."""
+        if self.mixer is not None and self.layers:
+            raise InputError(
+                "model.mixer takes the place of attention in all layers; to mix them, leave it out"
+                " and set mixer in entries of model.layers"
+            )
+        for pattern in (self.pattern, *self.patterns):
+            if pattern.inserts_tokens or not pattern.is_causal:
+                raise InputError(
+                    f"model.pattern={pattern!r}: layers with a mixer read texts as they are, from"
+                    " left to right; take a pattern that inserts no tokens and shows none to come"
                 )
 
     def _check_experts(self) -> None:
@@ -355,6 +376,8 @@ class ModelConfig:
                         f" the weights of this model, whose layer has {name}={part}; leave {name}"
                         " out, which stays as the weights have it"
                     )
+            if old.mixer is not None:  # it has nothing to mask or rotate
+                parts |= {"pattern": None, "rope": None}
             kinds.append(dataclasses.replace(new, **parts))
         same = all(map(operator.eq, kinds, (other.kinds[i] for i in other.kind_by_layer)))
         return layers if same else shortest_period(kinds)

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from lcjax import Conversation, LanguageModel, Sampling, read_prefix
-from lcjax.attention import Sliding
+from lcjax.attention import Bidirectional, KeepAll, Kivi, Landmark, Quest, Sliding
 from lcjax.attention.policies import SnapKV
 from lcjax.checkpoints import ByteTokenizer
 from lcjax.cost.resources import cache_bytes
 from lcjax.errors import InputError
 from lcjax.generation.sampling import join_pieces
+from lcjax.generation.session import can_continue_prefix, can_share_prefix
 from lcjax.models import Decoder, Int8Weights, LayerKind, ModelConfig, NF4Weights
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
@@ -59,7 +60,18 @@ def assert_close(actual, expected, tolerance=2e-5):
     np.testing.assert_allclose(actual, expected, atol=tolerance * np.abs(expected).max(), rtol=0)
 
 
-@pytest.mark.parametrize("config", [CONFIG, WINDOWS], ids=["full", "windows"])
+NARROW = WINDOWS.replace(  # no convolution; states may change their sign
+    layers=(
+        LayerKind(mixer=GatedDeltaNet(4, 4, 5, 3, taps=1, negative_eigenvalues=True)),
+        LayerKind(pattern=Sliding(window=5)),
+    ),
+)
+
+
+@pytest.mark.slow_except("windows")
+@pytest.mark.parametrize(
+    "config", [CONFIG, WINDOWS, NARROW], ids=["full", "windows", "no convolution"]
+)
 def test_text_in_parts_behind_padding_is_read_as_a_whole(config):
     model, params, tokens = Decoder(config), params_of(config), tokens_of(0, 2, 41)
     padding = np.array([0, 13])
@@ -180,6 +192,36 @@ def test_matrices_may_be_codes_and_rates_stay_floats(storage):
     actual = apply(Decoder(config.replace(weights=storage)), stored, tokens).hidden
     rounded = dequantise_params(stored, storage, flatten(params))
     assert_close(actual, apply(Decoder(config), rounded, tokens).hidden)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mixer": MIXER}, "model.mixer takes the place of attention in all layers"),
+        ({"pattern": Bidirectional()}, "from left to right; take a pattern"),
+        ({"pattern": Landmark(block=8, top_k=1, train_length=64)}, "inserts no tokens"),
+    ],
+    ids=["mixers twice", "bidirectional", "landmark"],
+)
+def test_models_whose_layers_contradict_each_other_raise_input_error(changes, words):
+    with pytest.raises(InputError, match=words):
+        CONFIG.replace(**changes)
+
+
+def test_an_entry_of_layers_with_a_mixer_takes_no_pattern():
+    with pytest.raises(InputError, match="an entry with a mixer has no attention"):
+        LayerKind(mixer=MIXER, pattern=Sliding(window=5))
+
+
+def test_patterns_of_a_config_are_for_layers_with_attention():
+    window = LayerKind(pattern=Sliding(window=5))
+    assert CONFIG.kinds_with((window,)) == (LayerKind(2, mixer=MIXER), window)
+
+
+@pytest.mark.parametrize("cache", [KeepAll(storage=Kivi()), Quest(tokens=64, exact_layers=0)], ids=str)
+def test_caches_whose_groups_or_pages_would_begin_anew_are_not_continued(cache):
+    config = CONFIG.replace(cache=cache, head_dim=32)
+    assert not can_continue_prefix(config) and not can_share_prefix(config)
 
 
 def test_adapters_are_added_to_the_projections():
