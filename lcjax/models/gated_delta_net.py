@@ -46,17 +46,17 @@ class GatedDeltaNetLayer(nn.Module):
             config = c if len(outputs) > 1 else c.replace(weights=None)  # rates are sensitive
             return Linear((c.width,), outputs, config, mesh=mesh, name=name)(x)
 
-        def convolved(name, plural, *heads):
+        def convolve(name, key, *heads):
             y = project(name, *heads)
             taps = self._param(f"{name}_taps", nn.initializers.normal(0.5), mixer.taps, *heads)
             if self.is_initializing():
                 return y
-            y, state[plural] = _convolution(y, taps, state.get(plural), inputs, layout)
+            y, state[key] = _convolution(y, taps, state.get(key), inputs, layout)
             return nn.silu(y)
 
         with jax.named_scope("qkv"):
-            q, k = convolved("query", "queries", *keys), convolved("key", "keys", *keys)
-            v = convolved("value", "values", *values)
+            q, k = convolve("query", "queries", *keys), convolve("key", "keys", *keys)
+            v = convolve("value", "values", *values)
             gate = project("output_gate", *values)
             beta, decay = (project(name, mixer.value_heads) for name in ("beta", "decay"))
         rate = self._param("decay_rate", _initial_rates, mixer.value_heads)
@@ -66,7 +66,7 @@ class GatedDeltaNetLayer(nn.Module):
                 y = v
             else:
                 repeats = mixer.value_heads // mixer.key_heads
-                q, k = _normalised(q, mixer.key_dim**-0.5), _normalised(k)
+                q, k = _normalise(q, mixer.key_dim**-0.5), _normalise(k)
                 q, k = (jnp.repeat(y, repeats, axis=2) for y in (q, k))
                 beta = nn.sigmoid(beta.astype(jnp.float32)) * (1 + mixer.negative_eigenvalues)
                 decay = -jnp.exp(rate) * nn.softplus(decay.astype(jnp.float32) + bias)
@@ -118,7 +118,7 @@ def _convolution(
     return y.reshape(x.shape), state.reshape(len(x), count - 1, *heads).swapaxes(1, 2)
 
 
-def _normalised(x: Float[Array, "... C"], norm: float = 1.0) -> Float[Array, "... C"]:
+def _normalise(x: Float[Array, "... C"], norm: float = 1.0) -> Float[Array, "... C"]:
     """Scales vectors to a `norm`, in float32."""
     wide = x.astype(jnp.float32)
     squares = jnp.square(wide).sum(-1, keepdims=True)

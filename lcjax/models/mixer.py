@@ -18,7 +18,7 @@ from lcjax.errors import InputError, Interval, PositiveInt, check_fields
 
 @dataclasses.dataclass(frozen=True)
 class Mixer(draccus.ChoiceRegistry, abc.ABC):
-    """What mixes the tokens of a layer in place of attention: `LayerKind.mixer`."""
+    """Settings of the token mixer of a layer without attention: `LayerKind.mixer`."""
 
     def __post_init__(self):
         check_fields("mixer", self)
@@ -30,7 +30,7 @@ class Mixer(draccus.ChoiceRegistry, abc.ABC):
 
     @abc.abstractmethod
     def state(self, dtype: jnp.dtype) -> Arrays:
-        """Returns shapes and dtypes of what the layer keeps of one row, each [heads, _, _].
+        """Returns shapes and dtypes of the state of one row, each [heads, _, _].
 
         `dtype` is that of activations.
         """

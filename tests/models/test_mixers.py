@@ -218,7 +218,9 @@ def test_patterns_of_a_config_are_for_layers_with_attention():
     assert CONFIG.kinds_with((window,)) == (LayerKind(2, mixer=MIXER), window)
 
 
-@pytest.mark.parametrize("cache", [KeepAll(storage=Kivi()), Quest(tokens=64, exact_layers=0)], ids=str)
+@pytest.mark.parametrize(
+    "cache", [KeepAll(storage=Kivi()), Quest(tokens=64, exact_layers=0)], ids=str
+)
 def test_caches_whose_groups_or_pages_would_begin_anew_are_not_continued(cache):
     config = CONFIG.replace(cache=cache, head_dim=32)
     assert not can_continue_prefix(config) and not can_share_prefix(config)
