@@ -67,6 +67,7 @@ class BertConfig:
     norm_plus_one: ClassVar[bool] = False
     qk_norm: ClassVar[str] = "none"
     attention_scale: ClassVar[float | None] = None
+    attention_gate: ClassVar[bool] = False
     gated_mlp: ClassVar[bool] = False
     qkv_bias: ClassVar[bool] = True
     out_bias: ClassVar[bool] = True
