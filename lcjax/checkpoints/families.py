@@ -26,7 +26,7 @@ class Key:
 
     name: str
     fields: tuple[str, ...]
-    default: Any  # transformers' value of an absent key
+    default: Any  # transformers' value of an absent key, or a function of the config
     read: Callable[[Any], Any] = lambda value: value
     write: Callable[[Any, ModelConfig], Any] = lambda value, config: value
     alias: str | None = None  # another name of the key, for reading
@@ -34,6 +34,8 @@ class Key:
 
     def value(self, hf: Mapping[str, Any]) -> Any:
         """Returns the value of the fields."""
+        if self.name not in hf and self.alias not in hf and callable(self.default):
+            return self.read(self.default(hf))
         return self.read(hf.get(self.name, hf.get(self.alias, self.default)))
 
 
@@ -74,7 +76,8 @@ class Family:
     window_switch: bool = False  # whether `use_sliding_window` must be true
     default_types: Callable[[dict[str, Any]], list[str]] | None = None
     # Layers without a rotation: "none"; "listed" by `no_rope_layers`; "full", those without a
-    # window; "full beside windows", these unless `sliding_window` is null.
+    # window; "full beside windows", these unless `sliding_window` is null; "null theta", all if
+    # `rope_theta` is null.
     unrotated_layers: str = "none"
     rope_types: tuple[str, ...] | None = None  # supported by its class; None: all
     # `rope_parameters` of a config without any; None: plain rope
@@ -100,11 +103,18 @@ class Family:
     expert_arrays: str = "each"
     # Of the mixer of layers that `layer_types` calls LINEAR; keys set fields of `GatedDeltaNet`
     mixer: tuple[Key, ...] = ()
+    fixed_mixer: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of it
+    mixer_norm_place: str | None = None  # of layers with the mixer; None: as of the others
+    mixed: bool = False  # whether there must be layers with the mixer and layers without
     quantised: tuple[str, ...] = ()  # methods of `quantization_config` that are read
     # Keys and the only values that are supported; the first value is that of an absent key.
     only: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     # Modules whose name differs from Llama's.
     modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Those that have another name in layers with the mixer
+    mixer_modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Pairs of names under which transformers reads the same module
+    synonyms: tuple[tuple[str, str], ...] = ()
 
     def fixed_fields(self, width: int) -> dict[str, Any]:
         """Returns the fields that the class fixes, for a model of this width."""
@@ -176,6 +186,16 @@ def unrotated(hf: dict[str, Any]) -> list[bool]:
 def _linear_layers(hf: dict[str, Any]) -> list[str]:
     interval = hf.get("full_attention_interval", 4)
     return [FULL if (i + 1) % interval == 0 else LINEAR for i in range(hf["num_hidden_layers"])]
+
+
+def _linear_layers_and_one_full(hf: dict[str, Any]) -> list[str]:
+    types = [FULL if i % 4 == 3 else LINEAR for i in range(hf["num_hidden_layers"])]
+    return types if FULL in types else [*types[:-1], FULL]
+
+
+def _olmo_key_dim(hf: dict[str, Any]) -> int:
+    heads = hf.get("linear_num_key_heads", hf["num_attention_heads"])
+    return int(0.75 * hf["hidden_size"] / heads)
 
 
 _EPSILON = Key("rms_norm_eps", ("norm_epsilon",), 1e-5)  # of classes whose default is not Llama's
@@ -507,6 +527,37 @@ FAMILIES: dict[str, Family] = {
         experts=(*_expert_keys("num_experts", 64, 8, 0.01), _NORMALIZE),
         only={"clip_qkv": (None,)},
     ),
+    "olmo_hybrid": Family(
+        *("OlmoHybridForCausalLM", _OLMO, (_ATTENTION_BIAS,)),
+        unrotated_layers="null theta",
+        mixer=(
+            Key("linear_num_key_heads", ("key_heads",), lambda hf: hf["num_attention_heads"]),
+            Key("linear_num_value_heads", ("value_heads",), lambda hf: hf["num_attention_heads"]),
+            Key("linear_key_head_dim", ("key_dim",), _olmo_key_dim),
+            Key(
+                *("linear_value_head_dim", ("value_dim",)),
+                lambda hf: 2 * hf.get("linear_key_head_dim", _olmo_key_dim(hf)),
+            ),
+            Key("linear_conv_kernel_dim", ("taps",), 4),
+            Key("linear_allow_neg_eigval", ("negative_eigenvalues",), True),
+        ),
+        fixed_mixer={"norm_epsilon": 1e-5},
+        mixer_norm_place="before",
+        mixed=True,
+        default_types=_linear_layers_and_one_full,
+        modules={
+            "linear_attn.norm": "linear_attn.o_norm",
+            "linear_attn.out_proj": "linear_attn.o_proj",
+        },
+        mixer_modules={
+            "input_layernorm": "attention_layer_norm",
+            "post_attention_layernorm": "feedforward_layer_norm",
+        },
+        synonyms=(
+            ("input_layernorm", "attention_layer_norm"),
+            ("post_attention_layernorm", "feedforward_layer_norm"),
+        ),
+    ),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", **_QWEN_MIXED, **_QWEN3_5),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
@@ -602,7 +653,7 @@ _NEUTRAL = {
     for field in dataclasses.fields(ModelConfig)
     if field.name
     in (
-        *("norm", "norm_bias", "norm_place", "norm_plus_one", "qk_norm", "activation", "block"),
+        *("norm", "norm_bias", "norm_plus_one", "qk_norm", "activation", "block"),
         *("gated_mlp", "query_scale", "query_scale_length", "query_scale_layers"),
         *("qkv_bias", "out_bias", "mlp_bias", "head_bias", "rotary_fraction", "embedding_scale"),
         *("residual_scale", "attention_scale", "attention_soft_cap", "logit_scale"),
@@ -674,16 +725,34 @@ def _mixer_differences(config: ModelConfig, family: Family) -> list[str]:
     mixers = {layer.mixer for layer, _ in config.layer_counts} - {None}
     names = {field for key in family.mixer for field in key.fields}
     fits = len(mixers) == 1 and all(
-        field.name in names or getattr(mixer, field.name) == field.default
+        field.name in names
+        or getattr(mixer, field.name) == family.fixed_mixer.get(field.name, field.default)
         for mixer in mixers
         for field in dataclasses.fields(mixer)
     )
-    return [] if not mixers or (family.mixer and fits) else [f"mixer={m}" for m in mixers]
+    wrong = [] if not mixers or (family.mixer and fits) else [f"mixer={m}" for m in mixers]
+    if family.mixed and not mixers:
+        wrong.append("mixer=None in all layers")
+    elif family.mixed and all(layer.mixer for layer, _ in config.layer_counts):
+        wrong.append("mixer in all layers")
+    return wrong
+
+
+def _norm_differences(config: ModelConfig, family: Family) -> list[str]:
+    """Lists the places of norms in layers that differ from those of the family."""
+    place = family.fixed.get("norm_place", "before")
+    wrong = (
+        layer.norm_place
+        for layer, _ in config.layer_counts
+        if layer.norm_place != ((layer.mixer and family.mixer_norm_place) or place)
+    )
+    return [f"norm_place={name!r}" for name in dict.fromkeys(wrong)]
 
 
 def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[str]]:
     """Lists what the family cannot express: values of fields; patterns and ropes of layers."""
     required = _NEUTRAL | family.fixed_fields(config.width)
+    required.pop("norm_place", None)  # that of each layer counts (`_norm_differences`)
     for key in family.keys:
         value = getattr(config, key.fields[0])
         if key.values is not None and value not in key.values:
@@ -702,6 +771,7 @@ def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[s
             required["query_scale_length"] = of_rope
     fields = [f"{k}={getattr(config, k)!r}" for k, v in required.items() if getattr(config, k) != v]
     fields += _expert_differences(config, family) + _mixer_differences(config, family)
+    fields += _norm_differences(config, family)
     if not family.own_head_dim and config.head_dim * config.num_heads != config.width:
         fields.append(f"head_dim={config.head_dim}")
     wrong = [
@@ -747,4 +817,5 @@ def _rotates(config: ModelConfig, family: Family, sizes: list[int | None]) -> bo
         "listed": True,
         "full": rotated == has_window,
         "full beside windows": rotated == has_window or (all(rotated) and not any(has_window)),
+        "null theta": len({x for i, x in enumerate(rotated) if not config.layer(i).mixer}) < 2,
     }[family.unrotated_layers]

@@ -313,17 +313,13 @@ def _layer_fields(
     window = hf.get(family.local.key, family.window)
     if family.windows == "none" or (family.window_switch and not hf.get("use_sliding_window")):
         window = None
-    mixer = (
-        GatedDeltaNet(**{k.fields[0]: k.value(hf) for k in family.mixer}) if family.mixer else None
-    )
+    mixer = _mixer(hf, family, where)
     states_types = family.windows == "types" or mixer is not None
     types = hf.get("layer_types") if states_types else None
     if not types:
         types = family.default_types(hf) if family.default_types else [family.local.type] * count
-    if len(set(types)) == 1:
-        types = types[:1] * count
     no_rotation = {
-        "none": [False] * count,
+        **dict.fromkeys(("none", "null theta"), [False] * count),
         "listed": unrotated(hf),
         "full": [window is None or name == FULL for name in types],
         "full beside windows": [window is not None and name == FULL for name in types],
@@ -334,16 +330,23 @@ def _layer_fields(
             f"{where}: layer_types={types!r:.60} and no_rope_layers must have an entry for each of"
             f" the {count} layers; supported types: {', '.join(known)}"
         )
+    if family.mixed and len(set(types)) < 2:
+        raise InputError(
+            f"{where}: layer_types={types!r:.60} of model_type={hf['model_type']!r} must have both"
+            f" {FULL} and {LINEAR}, as in transformers"
+        )
     kinds = [
         LayerKind(
             pattern=None if window is None or name == FULL else family.local.pattern(window),
             rope=NoRotation() if is_unrotated else local if name == family.local.type else None,
             mixer=mixer if name == LINEAR else None,
+            norm_place=family.mixer_norm_place if name == LINEAR else None,
             dense=is_dense and not all(dense),
         )
         for name, is_unrotated, is_dense in zip(types, no_rotation, dense, strict=True)
     ]
     fields = {"pattern": Causal(), "rope": rope, "mixer": None}
+    fields["norm_place"] = family.fixed.get("norm_place", "before")
     for name in fields:  # what all layers have in common is the model's
         values = {getattr(kind, name) for kind in kinds}
         if len(values) == 1:
@@ -352,9 +355,26 @@ def _layer_fields(
     return fields | {"layers": shortest_period(kinds) if len(set(kinds)) > 1 else ()}
 
 
+def _mixer(hf: dict[str, Any], family: Family, where: str) -> GatedDeltaNet | None:
+    """Returns the mixer of layers without attention; None: the family has no such layers."""
+    if not family.mixer:
+        return None
+    sizes = {key.name: key.value(hf) for key in family.mixer}
+    fields = dict(zip((key.fields[0] for key in family.mixer), sizes.values(), strict=True))
+    try:
+        return GatedDeltaNet(**fields | family.fixed_mixer)
+    except InputError as error:
+        stated = ", ".join(f"{key}={value}" for key, value in sizes.items())
+        raise InputError(f"{where}: {stated} describe no layer: {error}") from None
+
+
 def _ropes(hf: dict[str, Any], family: Family, where: str) -> tuple[Rope, Rope | None]:
     """Returns the rope of the model, and that of layers with a window; None: the same rope."""
     length, theta = hf.get(_MAX_LENGTH, hf["max_position_embeddings"]), family.theta
+    if family.unrotated_layers == "null theta":
+        section = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+        if section.get("rope_theta", hf.get("rope_theta", theta)) is None:
+            return NoRotation(), None
     if family.local_theta is None:
         return from_hf(hf).resolve(theta=theta, length=length), None
     sections, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
@@ -561,7 +581,11 @@ def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str,
 def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
     """Returns the keys of the rotation; of both rotations for families with a local one."""
     if family.local_theta is None:
-        return _rotations(config)[0].to_hf(config.rotary_dim)
+        rope = _rotations(config)[0]
+        if family.unrotated_layers == "null theta" and isinstance(rope, NoRotation):
+            section = {"rope_type": "default", "rope_theta": None}
+            return {"rope_parameters": section, "rope_theta": None}
+        return rope.to_hf(config.rotary_dim)
     by_type = {FULL: config.rope, SLIDING: config.rope}
     for index, size in enumerate(windows(config)):
         by_type[FULL if size is None else SLIDING] = config.layer(index).rope

@@ -145,13 +145,15 @@ FAMILY_TYPES = {
     **dict.fromkeys(("num_experts", "num_local_experts", "interleave_moe_layer_step"), _LAYERS),
     **dict.fromkeys(("mlp_only_layers", "moe_layers"), _NUMBERS),
     **dict.fromkeys(("router_aux_loss_coef", "attn_scale"), _NUMBER),
-    **dict.fromkeys(("norm_topk_prob", "qkv_bias", "attn_temperature_tuning"), _FLAG),
+    **dict.fromkeys(
+        ("norm_topk_prob", "qkv_bias", "attn_temperature_tuning", "linear_allow_neg_eigval"), _FLAG
+    ),
     "sliding_window_pattern": _PERIOD,
 }  # fmt: skip
 # Null switches these off; if they are absent, some families have them.
 _NULLS = (
     *("sliding_window", "attention_chunk_size", "final_logit_softcapping"),
-    "attn_logit_softcapping",
+    *("attn_logit_softcapping", "rope_theta"),
 )
 
 

@@ -64,9 +64,9 @@ _DECODER = (
     ("linear_attn.g_proj.weight", "UY,D", f"{_MIXER}/output_gate/kernel", "DUY", "mixer"),
     ("linear_attn.b_proj.weight", "U,D", f"{_MIXER}/beta/kernel", "DU", "mixer"),
     ("linear_attn.a_proj.weight", "U,D", f"{_MIXER}/decay/kernel", "DU", "mixer"),
-    ("linear_attn.q_conv.weight", "GC,,W", f"{_MIXER}/query_taps", "WGC", "mixer"),
-    ("linear_attn.k_conv.weight", "GC,,W", f"{_MIXER}/key_taps", "WGC", "mixer"),
-    ("linear_attn.v_conv.weight", "UY,,W", f"{_MIXER}/value_taps", "WUY", "mixer"),
+    ("linear_attn.q_conv1d.weight", "GC,,W", f"{_MIXER}/query_taps", "WGC", "mixer"),
+    ("linear_attn.k_conv1d.weight", "GC,,W", f"{_MIXER}/key_taps", "WGC", "mixer"),
+    ("linear_attn.v_conv1d.weight", "UY,,W", f"{_MIXER}/value_taps", "WUY", "mixer"),
     ("linear_attn.A_log", "U", f"{_MIXER}/decay_rate", "U", "mixer"),
     ("linear_attn.dt_bias", "U", f"{_MIXER}/decay_bias", "U", "mixer"),
     ("linear_attn.norm.weight", "Y", f"{_MIXER}/norm/scale", "Y", "mixer"),
@@ -113,6 +113,8 @@ class Fused(NamedTuple):
     # The letter of an axis, each of whose entries has its rows of all parts, one part after the
     # other; "": all rows of a part are together
     groups: str = ""
+    # Whether transformers, which reads the parts and joins them, saves equal parts of the whole
+    saved_in_equal_parts: bool = False
 
 
 FUSED = {
@@ -122,7 +124,9 @@ FUSED = {
     "linear_attn.in_proj_qkvz": Fused(tuple(f"linear_attn.{x}_proj" for x in "qkvg"), "G"),
     "linear_attn.in_proj_ba": Fused(("linear_attn.b_proj", "linear_attn.a_proj"), "G"),
     "linear_attn.in_proj_qkv": Fused(tuple(f"linear_attn.{x}_proj" for x in "qkv")),
-    "linear_attn.conv1d": Fused(tuple(f"linear_attn.{x}_conv" for x in "qkv")),
+    "linear_attn.conv1d": Fused(
+        tuple(f"linear_attn.{x}_conv1d" for x in "qkv"), saved_in_equal_parts=True
+    ),
 }
 # Leaves whose channels are rotated.
 ROTATED = tuple(f"{_ATTENTION}/{name}/" for name in ("query", "key", "query_norm", "key_norm"))
@@ -434,14 +438,15 @@ def _rows(config: ModelConfig, family: Family) -> Iterator[tuple[int, TensorRow]
         *(_CLEX if config.rope.learned else ()),
         *(_MASKED if config.mlm_head else ()),
     )
+    modules = family.modules if config.mixer is None else family.modules | family.mixer_modules
     for place, (name, axes, path, ours, condition) in enumerate(tables):
         if not (flags[condition] if condition in flags else getattr(config, condition)):
             continue
         if config.mixer is not None and path.startswith(f"{_ATTENTION}/"):
             continue
         module, _, leaf = name.rpartition(".")
-        if module in family.modules:
-            name = f"{family.modules[module]}.{leaf}"
+        if module in modules:
+            name = f"{modules[module]}.{leaf}"
         if path.startswith("layers/"):
             name = f"model.layers.{{}}.{name}"
         yield place, (name, axes, path, ours)

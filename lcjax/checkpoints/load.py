@@ -40,6 +40,7 @@ from lcjax.checkpoints.weights import (
     stored_dtype,
     text_weights,
     with_base_prefix,
+    with_published_names,
 )
 from lcjax.errors import InputError
 from lcjax.files import FolderSums
@@ -211,7 +212,8 @@ def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, To
     if hf.get("model_type") in WRAPPERS:
         source = text_weights(source)
     source = dequantised(source, hf.get("quantization_config"))
-    source, config = as_stored(with_base_prefix(source, config), config)
+    source = with_published_names(with_base_prefix(source, config), config)
+    source, config = as_stored(source, config)
     if stated_dtype(text_model(hf)) is None:
         config = config.replace(
             param_dtype=stored_dtype(resolve_names(source, entries(config)), config)

@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from lcjax.checkpoints import hf_names
+from lcjax.checkpoints.families import FAMILIES, family_of
 from lcjax.errors import InputError
 from lcjax.models.model_config import ModelConfig
 from lcjax.models.weight_storage import WeightStorage, is_stored, kernel_shapes, quantise_kernel
@@ -243,6 +244,23 @@ def with_base_prefix(source: WeightSource, config: ModelConfig) -> WeightSource:
     return RenamedSource(source, stored)
 
 
+def with_published_names(source: WeightSource, config: ModelConfig) -> WeightSource:
+    """Returns the tensors under the names of published checkpoints (`Family.synonyms`)."""
+    synonyms = FAMILIES[family_of(config).name].synonyms
+    if not synonyms:
+        return source
+    expected = {name for entry in hf_names.entries(config) for name in entry.names}
+
+    def rename(name: str) -> str:
+        pairs = ((a, b) for pair in synonyms for a, b in (pair, pair[::-1]))
+        others = (name.replace(f".{a}.", f".{b}.") for a, b in pairs)
+        if name in expected:
+            return name
+        return next((x for x in others if x in expected and x not in source.tensors), name)
+
+    return RenamedSource(source, {rename(name): [Rows(name)] for name in source.tensors})
+
+
 def resolve_names(source: WeightSource, table: Sequence[hf_names.Entry]) -> WeightSource:
     """Returns `source` with the names of `table`: no aliases, no fused tensors.
 
@@ -251,7 +269,8 @@ def resolve_names(source: WeightSource, table: Sequence[hf_names.Entry]) -> Weig
     Raises:
       InputError: the source stores a tensor under several names with different values.
     """
-    stored = {name: [Rows(name)] for name in source.tensors}
+    as_is = {name: [Rows(name)] for name in source.tensors}
+    stored = dict(as_is)
     for entry in table:
         for name, others in zip(entry.names, entry.aliases, strict=True):
             present = [n for n in (name, *others) if n in source.tensors]
@@ -276,6 +295,7 @@ def resolve_names(source: WeightSource, table: Sequence[hf_names.Entry]) -> Weig
             size //= groups
             starts = range(end - size, info.shape[0], info.shape[0] // groups)
             stored[part] = [Rows(name, start, size) for start in starts]
+    stored |= _parts_of_equal_size(source, expected)
     for name in expected:
         whole, part = hf_names.part_of(name) or ("", "")
         if whole in source.tensors and len(source.tensors[whole].shape) > 1:
@@ -285,8 +305,36 @@ def resolve_names(source: WeightSource, table: Sequence[hf_names.Entry]) -> Weig
         for piece in pieces:
             stored.pop(piece.name, None)
         stored[name] = pieces
-    unchanged = stored.keys() == source.tensors.keys()
-    return source if unchanged else RenamedSource(source, stored)
+    return source if stored == as_is else RenamedSource(source, stored)
+
+
+def _parts_of_equal_size(
+    source: WeightSource, expected: dict[str, hf_names.Entry]
+) -> dict[str, list[Rows]]:
+    """Returns the parts of joined tensors that are stored as equal parts of the whole.
+
+    transformers reads them so too. All but the last have as many rows, as `torch.chunk` makes them.
+    """
+    tensors = {}
+    fused = [form.parts for form in hf_names.FUSED.values() if form.saved_in_equal_parts]
+    for first, parts in ((name, parts) for parts in fused for name in expected):
+        names = [first.replace(parts[0], part) for part in parts]
+        if f".{parts[0]}." not in first or not expected.keys() & source.tensors.keys() >= {*names}:
+            continue
+        stored = [source.tensors[name].shape for name in names]
+        sizes = [expected[name].tensor_shape[0] for name in names]
+        total = sum(sizes)
+        size = -(-total // len(names))
+        equal = [min(size, total - size * i) for i in range(len(names))]
+        if [shape[:1] for shape in stored] != [(rows,) for rows in equal] or sizes == equal:
+            continue
+        for name, rows, stop in zip(names, sizes, itertools.accumulate(sizes), strict=True):
+            pieces = tensors[name] = []
+            for i, other in enumerate(names):
+                low, high = max(stop - rows, i * size), min(stop, (i + 1) * size)
+                if low < high:
+                    pieces.append(Rows(other, low - i * size, high - low))
+    return tensors
 
 
 def _expert_tensors(source: WeightSource, table: Iterable[hf_names.Entry]) -> dict[str, list[Rows]]:

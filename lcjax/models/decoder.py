@@ -549,13 +549,14 @@ def apply(
     """
     if not with_ffn_input:
         return model.apply({"params": params}, tokens, **options)
-    if model.config.norm_place == "after":
+    layer = model.config.num_layers - 1
+    if model.config.layer(layer).norm_place == "after":
         raise InputError(
-            "model.norm_place=after: the feed-forward of such a model reads hidden states without a"
-            " norm, so none can be returned; use another representation"
+            "model.norm_place=after: the last feed-forward of such a model reads hidden states"
+            " without a norm, so none can be returned; use another representation"
         )
     norm = "mlp_norm" if model.config.block == "sequential" else "attention_norm"
-    layer = f"layers_{model.config.num_layers - 1}"
+    layer = f"layers_{layer}"
     output, state = model.apply(
         {"params": params},
         tokens,

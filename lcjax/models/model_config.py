@@ -27,6 +27,7 @@ from lcjax.rope import Default, Llama3, NoRotation, Rope, Rotation, Yarn
 Dtype = Annotated[str, OneOf(("float32", "bfloat16", "float16"))]
 ContextParallel = Annotated[str, OneOf(CHOICES)]
 PositionEncoding = Annotated[str, OneOf(POSITIONS)]
+NormPlace = Annotated[str, OneOf(("before", "after", "both"))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class LayerKind:
     rope: Rope | None = None  # position method; null: that of the model
     mixer: Mixer | None = None  # in place of attention; null: that of the model
     dense: bool = False  # whether an MLP of `mlp_width` replaces the model's experts
+    norm_place: NormPlace | None = None  # null: that of the model
 
     def __post_init__(self):
         check_choices("layers", self)
@@ -71,7 +73,7 @@ class ModelConfig:
     norm_bias: bool = True  # whether LayerNorm adds biases (Cohere does not)
     norm_epsilon: float = 1e-5
     # Of attention and MLP; "after": OLMo 2; "both": Gemma 2 and 3
-    norm_place: Annotated[str, OneOf(("before", "after", "both"))] = "before"
+    norm_place: NormPlace = "before"
     norm_plus_one: bool = False  # RMSNorm multiplies by 1 + scale (Gemma)
     # Norm of queries and keys before their rotation: of each head (Qwen3, Gemma 3), or of all
     # heads together (OLMo 2), or of each head with scales that heads do not share (Command R+);
@@ -195,6 +197,11 @@ class ModelConfig:
                 raise InputError(
                     "model.layers: dense=true replaces experts by an MLP, and model.experts is"
                     " null, so all layers have MLPs; leave dense out"
+                )
+            if kind.norm_place is not None and self.block != "sequential":
+                raise InputError(
+                    f"model.layers: norm_place={kind.norm_place} is not defined for model.block="
+                    f"{self.block}, whose layers have one norm; leave norm_place out"
                 )
             self.of_kind(kind)  # its `__post_init__` checks this pattern and rope
             if kind.rope is not None and kind.rope.learned:
@@ -348,7 +355,7 @@ class ModelConfig:
 
     def of_kind(self, kind: LayerKind) -> "ModelConfig":
         """Returns a config in which all layers are of `kind`."""
-        fields = ("pattern", "rope", "mixer")
+        fields = ("pattern", "rope", "mixer", "norm_place")
         chosen = {name: getattr(kind, name) or getattr(self, name) for name in fields}
         experts = None if kind.dense else self.experts
         return self.replace(**chosen, experts=experts, layers=())
@@ -360,15 +367,16 @@ class ModelConfig:
     def kinds_with(self, layers: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
         """Returns kinds of layers with the patterns and ropes of `layers`.
 
-        What weights depend on, mixers and dense MLPs, stays as it is in each layer.
+        What weights depend on, mixers, dense MLPs and norms, stays as it is in each layer.
 
         Raises:
-          InputError: an entry of `layers` has another mixer, or is dense where this model is not.
+          InputError: an entry of `layers` has another mixer or another place of norms, or is dense
+            where this model is not.
         """
         other, kinds = self.replace(layers=layers), []
         for index, number in enumerate(other.kind_by_layer):
             new, old = other.kinds[number], self.kinds[self.kind_by_layer[index]]
-            parts = {"mixer": old.mixer, "dense": old.dense}
+            parts = {"mixer": old.mixer, "dense": old.dense, "norm_place": old.norm_place}
             for name, part in parts.items():
                 if getattr(new, name) and getattr(new, name) != part:
                     raise InputError(

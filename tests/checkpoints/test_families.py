@@ -460,6 +460,30 @@ MODELS = {
             "rope_parameters": YARN | {"rope_theta": 1e6, "partial_rotary_factor": 0.5},
         },
     ),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        {
+            "num_hidden_layers": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+    ),
+    "olmo_hybrid, other values": (
+        "olmo_hybrid",
+        {
+            "head_dim": 20,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 10,
+            "linear_conv_kernel_dim": 3,
+            "linear_allow_neg_eigval": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN | {"rope_theta": 1e6},
+        },
+    ),
+    "olmo_hybrid, the last layer alone has attention": ("olmo_hybrid", {}),
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
     "olmoe, all experts at once": (
         "olmoe",
@@ -885,6 +909,7 @@ OTHER_VALUES = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), (8, 64)),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (64,)),
     "linear_conv_kernel_dim": (3,),
+    "linear_allow_neg_eigval": (False,),
 }
 # Keys without effect on the logits of a text; the last ones are for images.
 NO_EFFECT = {
@@ -898,6 +923,8 @@ NO_EFFECT = {
     *("vision_output_dim", "vision_feature_select_strategy", "multi_modal_projector_bias"),
     *("projector_input_dim", "projector_output_dim", "projector_dropout"),
     *("output_attentions", "output_hidden_states", "return_dict"),
+    *("linear_a_log_min", "linear_a_log_max"),  # of initial weights
+    *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
 }
 # Keys that a class has and does not use, or for other values of another key.
 UNUSED = {

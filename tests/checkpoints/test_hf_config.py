@@ -150,6 +150,9 @@ def test_the_old_llama_2_config_is_read_with_the_defaults_of_transformers():
     assert (config.head_dim, config.param_dtype, config.pattern) == (128, "float16", Causal())
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
 @pytest.mark.parametrize(
     ("hf", "pattern"),
     [
@@ -163,14 +166,13 @@ def test_the_old_llama_2_config_is_read_with_the_defaults_of_transformers():
         (QWEN2_OPEN | {"use_sliding_window": True, "max_window_layers": 0}, Sliding(4096)),
         (QWEN2 | {"use_sliding_window": None}, Causal()),
         (QWEN2 | {"use_sliding_window": True, "sliding_window": None}, Causal()),
-        (QWEN2 | {"use_sliding_window": True, "layer_types": ["sliding_attention"]}, Sliding(512)),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": 32 * [SLIDING]}, Sliding(512)),
     ],
 )
 def test_the_window_holds_where_transformers_applies_it(hf, pattern):
     assert config_from_hf(hf).pattern == pattern
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWED = QWEN2 | {"use_sliding_window": True}
 LOCAL, NOPE = LayerKind(pattern=Sliding(512)), LayerKind(rope=NoRotation())
 SMOLLM3 = LLAMA2 | {"model_type": "smollm3"}
@@ -242,6 +244,7 @@ def test_a_window_survives_the_way_out_and_back(family):
 
 LLAMA4 = LLAMA2 | {"model_type": "llama4_text", "intermediate_size_mlp": 96}
 QWEN2_MOE = LLAMA2 | {"model_type": "qwen2_moe"}
+OLMO_HYBRID = LLAMA2 | {"model_type": "olmo_hybrid"}
 
 
 @pytest.mark.parametrize(
@@ -275,6 +278,13 @@ QWEN2_MOE = LLAMA2 | {"model_type": "qwen2_moe"}
             "layer_step=0 must be at least 1 .* moe_layers",
         ),
         (LLAMA4 | {"layer_types": 32 * ["sliding_attention"]}, "full_attention, chunked_attention"),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": [SLIDING]}, "each of the 32"),
+        (OLMO_HYBRID | {"layer_types": [FULL]}, "each of the 32"),
+        (OLMO_HYBRID | {"layer_types": 32 * [FULL]}, "both full_attention and linear_attention"),
+        (
+            OLMO_HYBRID | {"linear_num_key_heads": 6},
+            "^config.json: linear_num_key_heads=6, linear_num_value_heads=32, .*key_heads=6 must",
+        ),
     ],
 )
 def test_what_cannot_be_computed_is_refused_in_one_line(hf, words):

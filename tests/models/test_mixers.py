@@ -60,9 +60,14 @@ def assert_close(actual, expected, tolerance=2e-5):
     np.testing.assert_allclose(actual, expected, atol=tolerance * np.abs(expected).max(), rtol=0)
 
 
-NARROW = WINDOWS.replace(  # no convolution; states may change their sign
+# No convolution; states may change their sign; norms as in OLMo Hybrid
+NARROW = WINDOWS.replace(
+    norm_place="after",
     layers=(
-        LayerKind(mixer=GatedDeltaNet(4, 4, 5, 3, taps=1, negative_eigenvalues=True)),
+        LayerKind(
+            mixer=GatedDeltaNet(4, 4, 5, 3, taps=1, negative_eigenvalues=True, norm_epsilon=1e-3),
+            norm_place="before",
+        ),
         LayerKind(pattern=Sliding(window=5)),
     ),
 )
@@ -224,6 +229,17 @@ def test_patterns_of_a_config_are_for_layers_with_attention():
 def test_caches_whose_groups_or_pages_would_begin_anew_are_not_continued(cache):
     config = CONFIG.replace(cache=cache, head_dim=32)
     assert not can_continue_prefix(config) and not can_share_prefix(config)
+
+
+def test_layers_have_norms_where_their_kind_places_them():
+    names = [{name for name in params_of(NARROW)[f"layers_{i}"] if "norm" in name} for i in (0, 1)]
+    assert names == [{"attention_norm", "mlp_norm"}, {"attention_after_norm", "mlp_after_norm"}]
+    with pytest.raises(InputError, match="norm_place=after is not defined for model.block=parall"):
+        CONFIG.replace(block="parallel", layers=(LayerKind(norm_place="after"), LayerKind()))
+    kept = NARROW.kinds_with((LayerKind(pattern=Sliding(window=3)),))
+    assert [kind.norm_place for kind in kept] == ["before", None]
+    with pytest.raises(InputError, match="norm_place=both of layer 0 does not fit the weights"):
+        NARROW.kinds_with((LayerKind(norm_place="both"),))
 
 
 def test_adapters_are_added_to_the_projections():
