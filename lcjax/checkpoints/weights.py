@@ -508,7 +508,10 @@ def read_params(
     table = hf_names.entries(config)
     source = resolve_names(source, table)
     check_tensors(source, table, is_tied=config.tie_embeddings)
-    leaves = table if config.stacked else [one for entry in table for one in entry.by_layer()]
+    leaves = []
+    for entry in table:  # an encoder's layers are equal, and stay stacked
+        is_apart = entry.path.startswith("layers/") and not config.stacked
+        leaves += entry.by_layer() if is_apart else [entry]
     options = {"storage": config.weights, "mesh": mesh, "host": host, "progress": progress}
     return read_leaves(source, leaves, config.param_dtype, **options)
 
