@@ -77,9 +77,12 @@ class Family:
     default_types: Callable[[dict[str, Any]], list[str]] | None = None
     # Layers without a rotation: "none"; "listed" by `no_rope_layers`; "full", those without a
     # window; "full beside windows", these unless `sliding_window` is null; "null theta", all if
-    # `rope_theta` is null.
+    # `rope_theta` is null; "zero theta", those whose entry of `layer_rope_theta` is 0, which lists
+    # the base of each layer.
     unrotated_layers: str = "none"
     rope_types: tuple[str, ...] | None = None  # supported by its class; None: all
+    # Whether rope type "dynamic" with an `alpha` is plain rope with the base of `rope.NTK`
+    static_alpha: bool = False
     # `rope_parameters` of a config without any; None: plain rope
     default_rope: Mapping[str, Any] | None = None
     # Keys of queries that are scaled by their position: "none"; "rope", `llama_4_scaling_beta` of
@@ -237,6 +240,20 @@ def _gemma_keys(logit_cap: float | None) -> tuple[Key, ...]:
 
 # transformers' Gemma 3 has the key and ignores it.
 _ATTENTION_CAP = Key("attn_logit_softcapping", ("attention_soft_cap",), 50.0)
+_GRANITE_KEYS = (
+    Key("embedding_multiplier", ("embedding_scale",), 1.0),
+    Key("residual_multiplier", ("residual_scale",), 1.0),
+    Key(
+        *("attention_multiplier", ("attention_scale",), 1.0),
+        write=lambda scale, config: config.head_dim**-0.5 if scale is None else scale,
+    ),
+    Key(
+        *("logits_scaling", ("logit_scale",), 1.0),
+        read=lambda divisor: 1 / divisor,
+        write=lambda scale, config: 1 / scale,
+    ),
+    *(_ATTENTION_BIAS, _MLP_BIAS),
+)
 _OLMO = {"norm_place": "after", "qk_norm": "all"}
 
 
@@ -361,23 +378,7 @@ FAMILIES: dict[str, Family] = {
         rope_types=("default", "longrope"),
         fused=("self_attn.qkv_proj", "mlp.gate_up_proj"),
     ),
-    "granite": Family(
-        "GraniteForCausalLM",
-        keys=(
-            Key("embedding_multiplier", ("embedding_scale",), 1.0),
-            Key("residual_multiplier", ("residual_scale",), 1.0),
-            Key(
-                *("attention_multiplier", ("attention_scale",), 1.0),
-                write=lambda scale, config: config.head_dim**-0.5 if scale is None else scale,
-            ),
-            Key(
-                *("logits_scaling", ("logit_scale",), 1.0),
-                read=lambda divisor: 1 / divisor,
-                write=lambda scale, config: 1 / scale,
-            ),
-            *(_ATTENTION_BIAS, _MLP_BIAS),
-        ),
-    ),
+    "granite": Family("GraniteForCausalLM", keys=_GRANITE_KEYS),
     "olmo2": Family("Olmo2ForCausalLM", _OLMO, (_ATTENTION_BIAS,), _EPSILON),
     "olmo3": Family(
         *("Olmo3ForCausalLM", _OLMO, (_ATTENTION_BIAS,), _EPSILON),
@@ -464,6 +465,24 @@ FAMILIES: dict[str, Family] = {
         windows="types",
         default_types=_stated_period(4),
         unrotated_layers="full beside windows",
+    ),
+    "granite_swa": Family(
+        *("GraniteSWAForCausalLM", {"attention_sinks": True}, _GRANITE_KEYS, _EPSILON),
+        tied=True,
+        windows="types",
+        window=128,
+        default_types=lambda hf: [
+            SLIDING if i % 4 else FULL for i in range(hf["num_hidden_layers"])
+        ],
+        unrotated_layers="zero theta",
+    ),
+    "hunyuan_v1_dense": Family(
+        *("HunYuanDenseV1ForCausalLM", {"qk_norm": "rotated"}, (_ATTENTION_BIAS,), _EPSILON),
+        static_alpha=True,
+        modules={
+            "self_attn.q_norm": "self_attn.query_layernorm",
+            "self_attn.k_norm": "self_attn.key_layernorm",
+        },
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM",
@@ -793,7 +812,9 @@ def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[s
             by_type.setdefault(size is None, set()).add(config.layer(index).rope)
         other_ropes = any(len(kinds) > 1 for kinds in by_type.values())
     else:
-        other_ropes = len(rotating) > 1
+        by_layer = family.unrotated_layers == "zero theta"  # which differ in their base alone
+        forms = {dataclasses.replace(rope, theta=1e4) if by_layer else rope for rope in rotating}
+        other_ropes = len(forms) > 1
     if family.rope_types is not None:
         form = config.rope.to_hf(config.rotary_dim)["rope_parameters"]
         other_ropes |= form["rope_type"] not in family.rope_types
@@ -814,7 +835,7 @@ def _rotates(config: ModelConfig, family: Family, sizes: list[int | None]) -> bo
     has_window = [size is not None for size in sizes]
     return {
         "none": all(rotated),
-        "listed": True,
+        **dict.fromkeys(("listed", "zero theta"), True),
         "full": rotated == has_window,
         "full beside windows": rotated == has_window or (all(rotated) and not any(has_window)),
         "null theta": len({x for i, x in enumerate(rotated) if not config.layer(i).mixer}) < 2,

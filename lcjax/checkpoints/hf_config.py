@@ -22,6 +22,7 @@ from lcjax.models.experts import Experts
 from lcjax.models.mixer import GatedDeltaNet
 from lcjax.models.model_config import LayerKind, ModelConfig, shortest_period
 from lcjax.rope import NoRotation, Rope, from_hf
+from lcjax.rope.base import hf_number, ntk_theta
 
 _LANDMARK = "llama_with_landmark"  # the model type of Mohtashami & Jaggi 2023 and LCEG
 # The model type of Focused Transformer (arXiv 2307.03170): CStanKonrad/long_llama at bfcb8d1,
@@ -319,7 +320,7 @@ def _layer_fields(
     if not types:
         types = family.default_types(hf) if family.default_types else [family.local.type] * count
     no_rotation = {
-        **dict.fromkeys(("none", "null theta"), [False] * count),
+        **dict.fromkeys(("none", "null theta", "zero theta"), [False] * count),
         "listed": unrotated(hf),
         "full": [window is None or name == FULL for name in types],
         "full beside windows": [window is not None and name == FULL for name in types],
@@ -335,15 +336,21 @@ def _layer_fields(
             f"{where}: layer_types={types!r:.60} of model_type={hf['model_type']!r} must have both"
             f" {FULL} and {LINEAR}, as in transformers"
         )
+    ropes = [
+        NoRotation() if is_unrotated else local if name == family.local.type else None
+        for name, is_unrotated in zip(types, no_rotation, strict=True)
+    ]
+    if family.unrotated_layers == "zero theta":
+        rope, ropes = _ropes_by_theta(hf, rope, types, where)
     kinds = [
         LayerKind(
             pattern=None if window is None or name == FULL else family.local.pattern(window),
-            rope=NoRotation() if is_unrotated else local if name == family.local.type else None,
+            rope=other,
             mixer=mixer if name == LINEAR else None,
             norm_place=family.mixer_norm_place if name == LINEAR else None,
             dense=is_dense and not all(dense),
         )
-        for name, is_unrotated, is_dense in zip(types, no_rotation, dense, strict=True)
+        for name, other, is_dense in zip(types, ropes, dense, strict=True)
     ]
     fields = {"pattern": Causal(), "rope": rope, "mixer": None}
     fields["norm_place"] = family.fixed.get("norm_place", "before")
@@ -375,6 +382,8 @@ def _ropes(hf: dict[str, Any], family: Family, where: str) -> tuple[Rope, Rope |
         section = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
         if section.get("rope_theta", hf.get("rope_theta", theta)) is None:
             return NoRotation(), None
+    if family.static_alpha:
+        hf = _with_static_alpha(hf, theta)
     if family.local_theta is None:
         return from_hf(hf).resolve(theta=theta, length=length), None
     sections, scaling = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
@@ -404,6 +413,65 @@ def _ropes(hf: dict[str, Any], family: Family, where: str) -> tuple[Rope, Rope |
     local = {"rope_theta": local_theta, "max_position_embeddings": hf["max_position_embeddings"]}
     local = from_hf(local | {"rope_parameters": sliding}).resolve(theta=local_theta, length=length)
     return rope.resolve(theta=theta, length=length), local
+
+
+def _ropes_by_theta(
+    hf: dict[str, Any], rope: Rope, types: list[str], where: str
+) -> tuple[Rope, list[Rope | None]]:
+    """Returns the rope of the model, and that of each layer; None: the same (Granite SWA).
+
+    Ropes differ in the base that `layer_rope_theta` lists. The base of the model is that of its
+    first layer with full attention that rotates, if there is one.
+
+    Args:
+      hf: the config.
+      rope: the rope with the base that the whole model states.
+      types: the type of each layer.
+      where: names the config in errors.
+    """
+    section = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    whole = section.get("rope_theta", hf.get("rope_theta", rope.theta))
+    thetas = hf.get("layer_rope_theta", [whole] * len(types))
+    if len(thetas) != len(types):
+        raise InputError(
+            f"{where}: layer_rope_theta={thetas!r:.60} must have an entry for each of the"
+            f" {len(types)} layers"
+        )
+    rotating = [(name != FULL, i) for i, name in enumerate(types) if thetas[i]]
+    if not rotating:
+        return rope, [NoRotation()] * len(types)
+    first = thetas[min(rotating)[1]]
+    ropes = {
+        theta: rope if theta == whole else dataclasses.replace(rope, theta=float(theta))
+        for theta in thetas
+        if theta
+    }
+    ropes |= {0: NoRotation()}
+    return ropes[first], [None if theta == first else ropes[theta] for theta in thetas]
+
+
+def _with_static_alpha(hf: dict[str, Any], theta: float) -> dict[str, Any]:
+    """Returns a config in which a fixed `alpha` of rope type "dynamic" is part of the base.
+
+    transformers multiplies the base by alpha^(d / (d - 2)), d the channels of a head, and ignores
+    the length of the text (Hunyuan).
+
+    Args:
+      hf: the config.
+      theta: the base if the config states none.
+    """
+    section = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    kind, alpha = section.get("rope_type") or section.get("type"), section.get("alpha")
+    if kind != "dynamic" or not alpha:
+        return hf
+    stated = {"rope_type": kind, "alpha": alpha} | {
+        "rope_theta": section.get("rope_theta", hf.get("rope_theta", theta))
+    }
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    theta, alpha = hf_number(stated, "rope_theta"), hf_number(stated, "alpha")
+    theta = ntk_theta(theta, alpha, head_dim)
+    plain = {"rope_type": "default", "rope_theta": theta}
+    return hf | {"rope_scaling": None, "rope_parameters": plain, "rope_theta": theta}
 
 
 def _landmark_from_hf(hf: dict[str, Any], vocab_size: int, where: str) -> Landmark:
@@ -580,6 +648,8 @@ def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str,
 
 def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
     """Returns the keys of the rotation; of both rotations for families with a local one."""
+    if family.unrotated_layers == "zero theta":
+        return _ropes_with_thetas(config)
     if family.local_theta is None:
         rope = _rotations(config)[0]
         if family.unrotated_layers == "null theta" and isinstance(rope, NoRotation):
@@ -598,6 +668,24 @@ def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
         )
     local = {family.local_theta_key: by_type[SLIDING].theta} if family.local_theta_key else {}
     return forms[FULL] | {"rope_parameters": sections} | local
+
+
+def _ropes_with_thetas(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of the rotation with the base of each layer (Granite SWA)."""
+    ropes = _rotations(config)
+    rope = config.rope if config.rope in ropes else ropes[0]
+    form, thetas = rope.to_hf(config.rotary_dim), []
+    for other in (config.layer(i).rope for i in range(config.num_layers)):
+        theta = 0
+        if not isinstance(other, NoRotation):
+            theta = other.to_hf(config.rotary_dim)["rope_parameters"]["rope_theta"]
+            if other not in (rope, dataclasses.replace(rope, theta=theta)):
+                raise InputError(
+                    f"transformers has no layers of ropes {rope} and {other} in one model, whose"
+                    " base is another in its config.json; keep the run folder instead"
+                )
+        thetas.append(theta)
+    return form | {"layer_rope_theta": thetas}
 
 
 def _rotations(config: ModelConfig) -> list[Rope]:
@@ -633,6 +721,8 @@ def _layers_to_hf(config: ModelConfig, family: Family, kind: str) -> dict[str, A
     rotated = [not isinstance(layer.rope, NoRotation) for layer in layers]
     if family.unrotated_layers == "listed":
         fields["no_rope_layers"] = list(map(int, rotated))
-    elif family.unrotated_layers != "none" and window is None and not all(rotated):
-        fields[family.local.key] = family.window  # null would rotate these layers, or is refused
+    null_rotates = family.unrotated_layers == "full beside windows"
+    needs_size = "layer_types" in fields and not family.window_switch
+    if window is None and needs_size and not (null_rotates and all(rotated)):
+        fields[family.local.key] = family.window  # classes compute the mask of an unused window
     return fields

@@ -68,6 +68,10 @@ _PERIOD = _Type(
     "a whole number of at least 0, or letters L and G",
     lambda v: set(v) in ({"L"}, {"G"}, {"L", "G"}) if isinstance(v, str) else _is_whole(v, 0),
 )
+_BASES = _Type(
+    "a list of numbers of at least 0",
+    lambda v: isinstance(v, list) and all(is_finite_number(x) and x >= 0 for x in v),
+)
 _TEXT = _Type("text", lambda value: isinstance(value, str))
 _SECTION = _Type("an object", lambda value: isinstance(value, dict))
 _NAMES = _Type(
@@ -149,6 +153,7 @@ FAMILY_TYPES = {
         ("norm_topk_prob", "qkv_bias", "attn_temperature_tuning", "linear_allow_neg_eigval"), _FLAG
     ),
     "sliding_window_pattern": _PERIOD,
+    "layer_rope_theta": _BASES,
 }  # fmt: skip
 # Null switches these off; if they are absent, some families have them.
 _NULLS = (

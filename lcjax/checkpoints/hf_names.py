@@ -417,7 +417,7 @@ def _rows(config: ModelConfig, family: Family) -> Iterator[tuple[int, TensorRow]
         "after": place != "before",
         "only before": place == "before" and not parallel,
         "before and after": place == "both",
-        "head norms": config.qk_norm == "head",
+        "head norms": config.qk_norm in ("head", "rotated"),
         "norms over heads": config.qk_norm == "all",
         "norms by head": config.qk_norm == "each",
         "ungated": not config.attention_gate,

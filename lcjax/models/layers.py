@@ -269,6 +269,20 @@ class Norm(nn.Module):
         return y.astype(config.compute_dtype()).reshape(x.shape)
 
 
+class NormScale(nn.Module):
+    """Creates the scales of an RMSNorm [H] without applying it."""
+
+    config: ModelConfig
+    size: int
+
+    @nn.compact
+    def __call__(self) -> Float[Array, " H"]:
+        plus_one, dtype = self.config.norm_plus_one, jnp.dtype(self.config.param_dtype)
+        init = nn.initializers.zeros if plus_one else nn.initializers.ones
+        scale = self.param("scale", init, (self.size,), dtype).astype(jnp.float32)
+        return 1 + scale if plus_one else scale
+
+
 class Projections(nn.Module):
     """The projections of attention: queries, keys and values, and the output."""
 
@@ -285,6 +299,7 @@ class Projections(nn.Module):
         if c.qk_norm not in ("none", "unscaled"):
             self.query_norm, self.key_norm = (
                 {
+                    "rotated": NormScale(c, c.head_dim),
                     "head": Norm(c, (c.head_dim,)),
                     "all": Norm(c, (count, c.head_dim)),
                     "each": Norm(c, (c.head_dim,), heads=count),
@@ -307,8 +322,8 @@ class Projections(nn.Module):
         c = self.config
         with jax.named_scope("qkv"):
             q, k, v = self.query(x), self.key(x), self.value(x)
-            if c.qk_norm == "unscaled":
-                if c.rotates:
+            if c.qk_norm in ("unscaled", "rotated"):
+                if c.rotates or c.qk_norm == "rotated":
                     q, k = (norm_of_rotated(y, rotation.scale, c.norm_epsilon) for y in (q, k))
             elif c.qk_norm != "none":
                 q, k = self.query_norm(q), self.key_norm(k)
@@ -365,6 +380,10 @@ class Attention(Projections):
         c, mesh, pattern, output = self.config, self.mesh, self.config.pattern, LayerOutput()
         inputs = inputs._replace(bias=self.bias(inputs.bias))
         q, k, v = self.project(x, inputs.rotation)
+        if c.qk_norm == "rotated":
+            # The products of rotated queries and keys have the scales of both.
+            scale = inputs.rotation.query_scale * (self.query_norm() * self.key_norm())
+            inputs = inputs._replace(rotation=inputs.rotation._replace(query_scale=scale))
         of_unrotated = c.query_scale_layers == "unrotated"
         if c.query_scale and not (of_unrotated and c.rotates):
             positions = inputs.positions + 1 if of_unrotated else inputs.positions

@@ -77,8 +77,9 @@ class ModelConfig:
     norm_plus_one: bool = False  # RMSNorm multiplies by 1 + scale (Gemma)
     # Norm of queries and keys before their rotation: of each head (Qwen3, Gemma 3), or of all
     # heads together (OLMo 2), or of each head with scales that heads do not share (Command R+);
-    # unscaled: of each head after the rotation, without scales, in layers that rotate (Llama 4)
-    qk_norm: Annotated[str, OneOf(("none", "head", "all", "each", "unscaled"))] = "none"
+    # unscaled: of each head after the rotation, without scales, in layers that rotate (Llama 4);
+    # rotated: of each head after the rotation, with scales (Hunyuan)
+    qk_norm: Annotated[str, OneOf(("none", "head", "all", "each", "unscaled", "rotated"))] = "none"
     # relu2: the square of ReLU (So et al. 2021, arXiv 2109.08668; Arcee)
     activation: Annotated[str, OneOf(("silu", "gelu_tanh", "relu2"))] = "silu"
     # "parallel": attention and MLP read the same normed input (Phi-2, Cohere)
@@ -164,10 +165,16 @@ class ModelConfig:
             raise InputError(
                 "model.mlm_head=true reads logits off the embedding; set tie_embeddings=true"
             )
-        if self.qk_norm == "unscaled" and self.rotary_fraction != 1:
+        if self.qk_norm in ("unscaled", "rotated") and self.rotary_fraction != 1:
             raise InputError(
-                f"model.rotary_fraction={self.rotary_fraction} is not defined for qk_norm=unscaled,"
-                " a norm of rotated heads; set rotary_fraction=1, or another qk_norm"
+                f"model.rotary_fraction={self.rotary_fraction} is not defined for qk_norm="
+                f"{self.qk_norm}, a norm of rotated heads; set rotary_fraction=1, or another"
+                " qk_norm"
+            )
+        if self.qk_norm == "rotated" and self.norm != "rms":
+            raise InputError(
+                f"model.norm={self.norm} is not defined for qk_norm=rotated: a rotation changes the"
+                " mean that it subtracts; set norm=rms, or another qk_norm"
             )
         if (self.query_scale != 0) != (self.query_scale_length is not None):
             raise InputError(
@@ -284,6 +291,12 @@ class ModelConfig:
             reason = "model.memory" if self.memory is not None else f"position={self.position}"
             raise InputError(
                 f"model.cache is not defined for models with {reason}; leave one of the two out"
+            )
+        if self.evicts and self.qk_norm == "rotated":
+            raise InputError(
+                "model.cache: policies that evict tokens are not defined for models with"
+                " qk_norm=rotated, whose caches hold keys without the scales of their norm; take"
+                " an exact cache, such as quest, or a pattern, such as streaming"
             )
         for pattern in self.patterns:
             self.cache.check(pattern)

@@ -94,6 +94,49 @@ MODELS = {
             "tie_word_embeddings": True,
         },
     ),
+    "granite_swa": (
+        "granite_swa",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 7,
+            "layer_rope_theta": [0, 1e4, 1e4, 1e4, 5e5],
+            "attention_multiplier": 0.1,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "granite_swa, other values": (
+        "granite_swa",
+        {
+            "head_dim": 20,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "layer_rope_theta": [1e3, 1e6, 0.0],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "residual_multiplier": 0.3,
+            "tie_word_embeddings": False,
+            "rope_parameters": YARN | {"rope_theta": 1e5},
+        },
+    ),
+    "granite_swa, one base": ("granite_swa", {"layer_types": ["full_attention"] * 3}),
+    "granite_swa, no rotation": ("granite_swa", {"layer_rope_theta": [0, 0, 0]}),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense",
+        {
+            "head_dim": 20,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0},
+        },
+    ),
+    "hunyuan_v1_dense, other values": (
+        "hunyuan_v1_dense",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN | {"rope_theta": 1e6},
+        },
+    ),
     "olmo2": ("olmo2", {"head_dim": 20}),
     "olmo3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 7}),
     "olmo3, yarn": (
@@ -910,12 +953,14 @@ OTHER_VALUES = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (64,)),
     "linear_conv_kernel_dim": (3,),
     "linear_allow_neg_eigval": (False,),
+    "layer_rope_theta": ([0, 1e4, 1e4, 1e4],),
 }
 # Keys without effect on the logits of a text; the last ones are for images.
 NO_EFFECT = {
     *("attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "pretraining_tp"),
     "residual_dropout",
     *("use_cache", "output_router_logits", "pad_token_id", "bos_token_id", "eos_token_id"),
+    "eod_token_id",
     *("get_text_config", "text_config", "vision_config", "image_token_id", "mm_tokens_per_image"),
     *("image_token_index", "boi_token_index", "eoi_token_index"),
     *("video_token_id", "vision_start_token_id", "vision_end_token_id"),

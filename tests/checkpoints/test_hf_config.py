@@ -244,6 +244,7 @@ def test_a_window_survives_the_way_out_and_back(family):
 
 LLAMA4 = LLAMA2 | {"model_type": "llama4_text", "intermediate_size_mlp": 96}
 QWEN2_MOE = LLAMA2 | {"model_type": "qwen2_moe"}
+GRANITE_SWA = LLAMA2 | {"model_type": "granite_swa"}
 OLMO_HYBRID = LLAMA2 | {"model_type": "olmo_hybrid"}
 
 
@@ -280,6 +281,13 @@ OLMO_HYBRID = LLAMA2 | {"model_type": "olmo_hybrid"}
         (LLAMA4 | {"layer_types": 32 * ["sliding_attention"]}, "full_attention, chunked_attention"),
         (QWEN2 | {"use_sliding_window": True, "layer_types": [SLIDING]}, "each of the 32"),
         (OLMO_HYBRID | {"layer_types": [FULL]}, "each of the 32"),
+        (GRANITE_SWA | {"layer_rope_theta": [0, 1e4]}, "layer_rope_theta=.* each of the 32 layers"),
+        (GRANITE_SWA | {"layer_rope_theta": 32 * [-1]}, "layer_rope_theta=.* of at least 0"),
+        (
+            LLAMA2
+            | {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": "x"}},
+            "alpha='x' .* must be a finite number",
+        ),
         (OLMO_HYBRID | {"layer_types": 32 * [FULL]}, "both full_attention and linear_attention"),
         (
             OLMO_HYBRID | {"linear_num_key_heads": 6},

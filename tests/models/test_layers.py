@@ -10,14 +10,24 @@ import pytest
 from tiny_lm import text
 
 from lcjax.attention import Causal, Landmark, LMInfinite, Longformer, Sliding, SparseTransformer
+from lcjax.attention.policies import SnapKV
 from lcjax.errors import InputError
 from lcjax.memory import BeaconSection, SharedLlmSection
 from lcjax.models import Decoder, LayerKind, layer_groups, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import SequentialBlock, random_params
-from lcjax.models.layers import LayerInputs, Linear, Norm, Projections, norm_of_rotated
+from lcjax.models.layers import (
+    Attention,
+    LayerInputs,
+    Linear,
+    Norm,
+    Projections,
+    norm_of_rotated,
+)
 from lcjax.models.lora import LoRA
+from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.rope import Clex, Default, DynamicNTK, NoRotation, Yarn, stack_rotations
+from lcjax.tree import flatten
 
 SIX = preset("tiny").replace(num_layers=6, width=32, mlp_width=48, head_dim=8)
 LOCAL = Sliding(window=5)
@@ -327,6 +337,84 @@ def test_a_norm_of_rotated_heads_is_that_of_the_heads_after_their_rotation(rows)
     assert set(params["params"]) == {"query", "key", "value"}
     with pytest.raises(InputError, match="rotary_fraction=0.5 is not defined for qk_norm=unscal"):
         SIX.replace(qk_norm="unscaled", rotary_fraction=0.5)
+
+
+ROTATED = SIX.replace(num_layers=1, num_heads=8, num_kv_heads=8, qk_norm="rotated")
+
+
+def scaled_params(config):
+    """Random parameters whose norms have scales from 0.5 to 3."""
+
+    def scaled(path, x):
+        spread = np.linspace(0.5, 3, x.shape[-1], dtype=np.float32)
+        return (
+            x * (spread if "key_norm" in str(path) else spread[::-1]) if "_norm" in str(path) else x
+        )
+
+    return jax.tree_util.tree_map_with_path(scaled, random_params(config, 0))
+
+
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_scales_of_a_norm_after_the_rotation_multiply_rotated_heads(plus_one):
+    rope = Yarn(theta=1e4, factor=4.0, original_length=16)
+    config = ROTATED.replace(rope=rope, norm_plus_one=plus_one, scan_layers=False)
+    tree, tokens = scaled_params(config), np.random.default_rng(0).integers(0, 256, (1, 23))
+    x = tree["embed"]["embedding"][tokens]
+    layer = {
+        k: np.asarray(v, np.float64) for k, v in flatten(tree["layers_0"]["attention"]).items()
+    }
+    rotation, ones = config.rotation(23), int(plus_one)
+
+    def normed(name):
+        y = np.einsum("btd,dnh->btnh", np.asarray(x, np.float64), layer[f"{name}/kernel"])
+        half = np.asarray(rotation.inv_freq, np.float64)
+        angle = np.arange(23)[:, None, None] * half
+        a, b = np.split(y, 2, -1)
+        cos, sin = rotation.scale * np.cos(angle), rotation.scale * np.sin(angle)
+        y = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+        y /= np.sqrt((y**2).mean(-1, keepdims=True) + config.norm_epsilon)
+        return y * (ones + layer[f"{name}_norm/scale"])
+
+    q, k, v = normed("query"), normed("key"), np.einsum(
+        "btd,dnh->btnh", np.asarray(x, np.float64), layer["value/kernel"]
+    )  # fmt: skip
+    logits = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(config.head_dim)
+    weights = np.exp(logits - logits.max(-1, keepdims=True)) * np.tri(23)
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bnts,bsnh,nhd->btd", weights, v, layer["out/kernel"])
+    inputs = LayerInputs(np.arange(23)[None], None, rotation)
+    params = {"params": tree["layers_0"]["attention"]}
+    actual, _ = Attention(config).apply(params, x, inputs, None)
+    np.testing.assert_allclose(actual, expected, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.slow_except("rows")
+@pytest.mark.parametrize("mesh", [None, Mesh(tensor=2, context=4, fsdp=1)], ids=["rows", "mesh"])
+def test_norms_after_the_rotation_have_the_rotation_of_each_row(mesh):
+    config = ROTATED.replace(rope=DynamicNTK(factor=4.0, original_length=8, theta=1e4))
+    tree, tokens = scaled_params(config), np.random.default_rng(0).integers(0, 256, (2, 24))
+    rotations = [config.rotation(length) for length in (12, 24)]
+    expected = np.concatenate(
+        [hidden_states(config, tree, tokens[i : i + 1], rotations[i]) for i in range(2)]
+    )
+    rotation, options = stack_rotations(rotations), {}
+    if mesh is None:
+        options["cache"] = cache_lib.create(config, 2, 24)
+    model = Decoder(config, mesh and make_mesh(mesh))
+    apply = jax.jit(
+        lambda tree: model.apply({"params": tree}, tokens, rotation=rotation, **options)
+    )
+    assert_close(apply(tree).hidden, expected)
+
+
+def test_what_a_norm_after_the_rotation_does_not_support_raises_input_error():
+    for changes, words in (
+        ({"norm": "layer"}, "norm=layer is not defined for qk_norm=rotated"),
+        ({"rotary_fraction": 0.5}, "rotary_fraction=0.5 is not defined for qk_norm=rotated"),
+        ({"cache": SnapKV(tokens=32)}, "policies that evict tokens .* qk_norm=rotated"),
+    ):
+        with pytest.raises(InputError, match=words):
+            ROTATED.replace(**changes)
 
 
 def test_a_cpu_sums_gradients_of_a_norm_without_an_axis_of_1():
