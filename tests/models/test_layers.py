@@ -343,13 +343,12 @@ ROTATED = SIX.replace(num_layers=1, num_heads=8, num_kv_heads=8, qk_norm="rotate
 
 
 def scaled_params(config):
-    """Random parameters whose norms have scales from 0.5 to 3."""
+    """Random parameters whose norms have different scales, between 0.5 and 4."""
 
     def scaled(path, x):
-        spread = np.linspace(0.5, 3, x.shape[-1], dtype=np.float32)
-        return (
-            x * (spread if "key_norm" in str(path) else spread[::-1]) if "_norm" in str(path) else x
-        )
+        spread = np.linspace(-0.5, 2, x.shape[-1], dtype=np.float32)
+        spread = spread if "key_norm" in str(path) else spread[::-1]
+        return x + spread if "_norm" in str(path) else x
 
     return jax.tree_util.tree_map_with_path(scaled, random_params(config, 0))
 
@@ -411,7 +410,7 @@ def test_what_a_norm_after_the_rotation_does_not_support_raises_input_error():
     for changes, words in (
         ({"norm": "layer"}, "norm=layer is not defined for qk_norm=rotated"),
         ({"rotary_fraction": 0.5}, "rotary_fraction=0.5 is not defined for qk_norm=rotated"),
-        ({"cache": SnapKV(tokens=32)}, "policies that evict tokens .* qk_norm=rotated"),
+        ({"cache": SnapKV(tokens=64)}, "policies that evict tokens .* qk_norm=rotated"),
     ):
         with pytest.raises(InputError, match=words):
             ROTATED.replace(**changes)
