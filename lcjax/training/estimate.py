@@ -54,7 +54,10 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
         f"{topology}: {topology.devices} devices, {sizes}; rows of {length:,} tokens,"
         f" {train.batch_size} per update\n"
         f"parameters         {work.parameters:,}, of which {work.trained_parameters:,} trained"
-        f"{active}\n"
+        f"{active}"
+    )
+    print(*cost.layer_lines(model, length), sep="\n")
+    print(
         f"FLOPs per token    {work.training_flops / 1e9:.1f} G ({work.forward_flops / 1e9:.1f} G"
         f" forward); {work.training_flops * tokens:.2e} in all\n"
         "memory per device, estimated (docs/benchmarks.md: estimates beside compilers)"
