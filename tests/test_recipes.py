@@ -15,6 +15,7 @@ from lcjax.attention import Causal, DualChunk, Pattern, ShiftedSparse
 from lcjax.cost.chips import CHIPS, Topology
 from lcjax.evaluation import reproduce, study
 from lcjax.evaluation.eval_config import EvalConfig
+from lcjax.evaluation.tasks.ruler.ruler import Ruler
 from lcjax.memory import QueryAware, Right
 from lcjax.models import ModelConfig, preset
 from lcjax.parallel.sharding import mesh_sizes
@@ -90,6 +91,7 @@ def architecture(file: Path) -> ModelConfig:
         "sharedllm_sft_llama3": "llama3-8b",
         "olmo3_7b": "olmo3-7b",
         "olmo3_32b": "olmo3-32b",
+        "qwen3_5": "qwen3.5-9b",
         "qwen3": "qwen3-8b",
         "qwen": "qwen2.5-7b",
     }
@@ -355,6 +357,13 @@ def test_qwen_is_evaluated_with_yarn_and_dual_chunk_attention_alone_and_together
     assert (both.rope, both.pattern) == (yarn, DualChunk(chunk=32_768, local=1024))
 
 
+def test_qwen_of_2026_is_evaluated_with_the_yarn_of_its_card():
+    recipe = read(ROOT / "configs" / "qwen3_5_9b_1m.yaml")
+    base, yarn = recipe.methods
+    assert base.rope is None and (yarn.rope.factor, yarn.rope.original_length) == (4.0, 262_144)
+    assert recipe.lengths[0] == 262_144 and recipe.lengths[-1] <= 1_010_000
+
+
 @pytest.mark.slow
 def test_longlora_trains_adapters_embeddings_and_norms_under_groups_of_a_quarter():
     recipe = read(ROOT / "configs" / "longlora_7b_32k.yaml")
@@ -544,7 +553,10 @@ def test_hours_on_a_recipe_follow_from_its_flops(file):
         tokens = train.steps * train.batch_size * length
         expected = tokens * training_flops(model, length, train.rules())
     else:
-        runs = len(recipe.tasks) * recipe.max_windows
+        runs = sum(
+            len(task.tasks) * task.samples if isinstance(task, Ruler) else recipe.max_windows
+            for task in recipe.tasks
+        )
         expected = sum(
             n * forward_flops(with_pattern(file, method.pattern), n) * runs
             for n in recipe.lengths

@@ -17,7 +17,7 @@ from lcjax.errors import InputError, Interval, OneOf, PositiveInt, Range, check_
 from lcjax.models.experts import Experts
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import Memory
-from lcjax.models.mixer import Mixer
+from lcjax.models.mixer import GatedDeltaNet, Mixer
 from lcjax.models.remat import Remat
 from lcjax.models.weight_storage import WeightStorage
 from lcjax.parallel.context import CHOICES, Heads, Strategy, strategy
@@ -595,6 +595,17 @@ PRESETS = {
         qk_norm="head",
         rope=Default(theta=1_000_000.0),
     ),
+    # The text part: of every four layers, three of Gated DeltaNet and one with gated attention
+    "qwen3.5-9b": ModelConfig(
+        *(248_320, 4_096, 12_288, 32, 16, 4, 256, 262_144),
+        norm_epsilon=1e-6,
+        norm_plus_one=True,
+        qk_norm="head",
+        attention_gate=True,
+        rotary_fraction=0.25,
+        rope=Default(theta=10_000_000.0),
+        layers=(LayerKind(repeat=3, mixer=GatedDeltaNet(16, 32, 128, 128)), LayerKind()),
+    ),
     "olmo3-7b": ModelConfig(*(100_278, 4_096, 11_008, 32, 32, 32, 128, 65_536), **_OLMO3),
     "olmo3-32b": ModelConfig(*(100_278, 5_120, 27_648, 64, 40, 8, 128, 65_536), **_OLMO3),
     "gpt-oss-20b": ModelConfig(*(201_088, 2_880, 2_880, 24, 64, 8, 64, 131_072), **_gpt_oss(32)),
@@ -645,6 +656,7 @@ HUB = {
     "meta-llama/Llama-3.1-8B-Instruct": "llama3.1-8b",
     "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
     "Qwen/Qwen3-8B": "qwen3-8b",
+    "Qwen/Qwen3.5-9B": "qwen3.5-9b",
     "openai/gpt-oss-20b": "gpt-oss-20b",
     "openai/gpt-oss-120b": "gpt-oss-120b",
     "allenai/Olmo-3-1025-7B": "olmo3-7b",

@@ -670,6 +670,18 @@ PUBLISHED = {
         "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
         "rope_theta": 1000000, "attention_bias": False, "use_sliding_window": False,
     },
+    "qwen3.5-9b": {
+        "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 4096,
+        "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-06, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128, "attn_output_gate": True, "attention_bias": False,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10],
+        },
+    },
     "olmo3-7b": {
         "model_type": "olmo3", "vocab_size": 100278, "hidden_size": 4096, "rms_norm_eps": 1e-06,
         "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
