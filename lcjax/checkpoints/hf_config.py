@@ -28,6 +28,7 @@ _LANDMARK = "llama_with_landmark"  # the model type of Mohtashami & Jaggi 2023 a
 # The model type of Focused Transformer (arXiv 2307.03170): CStanKonrad/long_llama at bfcb8d1,
 # src/configuration_longllama.py.
 _LONG_LLAMA = "longllama"
+_GEMMA4 = ("gemma4", "gemma4_text")
 _TOP_K = 5  # blocks that both codes retrieve in evaluation; no config states it
 _LANDMARK_FIELDS = "lcjax_landmark"  # fields that the keys of the released code do not describe
 # The trained length, if the RoPE method extends it, or stores its own `max_position_embeddings`.
@@ -135,6 +136,12 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
             f"{hf.get('mem_layers')!r:.60} see all earlier keys as a memory, which lcjax"
             " does not compute; set model_type to llama for texts up to that length, on which the"
             " model is a Llama"
+        )
+    if kind in _GEMMA4:
+        raise InputError(
+            f"{where}: model_type={kind!r} is not supported: layers of Gemma 4 differ in the size"
+            " of their heads, take keys as values, and read the keys of other layers and embeddings"
+            " of their own, which lcjax does not compute; take a Gemma 3 (gemma3, gemma3_text)"
         )
     if kind not in FAMILIES:
         raise InputError(

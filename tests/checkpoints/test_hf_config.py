@@ -254,6 +254,11 @@ OLMO_HYBRID = LLAMA2 | {"model_type": "olmo_hybrid"}
         (LLAMA2 | {"model_type": "deepseek_v2"}, "model_type='deepseek_v2'.*llama, mistral, .*phi"),
         ({}, "model_type=None"),
         (
+            {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}},
+            "model_type='gemma4' is not supported: layers of Gemma 4 .*; take a Gemma 3",
+        ),
+        (LLAMA2 | {"model_type": "gemma4_text"}, "model_type='gemma4_text' is not supported: lay"),
+        (
             LLAMA2
             | {"model_type": "longllama", "last_context_length": 1024, "mem_layers": [8, 16, 24]},
             r"'longllama' .*last_context_length=1024 .*mem_layers=\[8, 16, 24\] .*to llama for",
