@@ -1,7 +1,8 @@
 """Counts instruction bundles of the TPU kernels and of splash attention, without a TPU.
 
     python benchmarks/tpu_bundles.py [--generations v4 v5e v5p v6e] [--cases causal window ...]
-    python benchmarks/tpu_bundles.py --others  # kernels for decoding and of Landmark attention
+    python benchmarks/tpu_bundles.py --others  # decoding, Landmark attention, gated delta rule
+    python benchmarks/tpu_bundles.py --others "gated delta rule" --generations v5e
 
 A TPU issues one bundle of instructions per cycle, and libtpu (extra `aot`) can write the schedule
 that it compiles. The table has the bundles of the code that runs once per visited pair of blocks,
@@ -88,16 +89,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--generations", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--others", action="store_true", help="decoding and Landmark attention")
+    parser.add_argument("--others", nargs="*", choices=OTHERS, help="kernels without a peer")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         compile_side(*arguments.worker)
         return
-    if arguments.others:
+    if arguments.others is not None:
         print("| case | chip | kernel | step | bundles |")
         print("|---|---|---|---|---|")
-        for case in OTHERS:
+        for case in arguments.others or OTHERS:
             for generation in arguments.generations:
                 print(other_rows(case, generation), flush=True)
         return
@@ -288,12 +289,32 @@ def decoding_side(size: int, codes: str | None = None):
     return attend, shapes, {"lcjax_decode": step}
 
 
+def delta_rule_side():
+    """Returns as `landmark_side`: the gated delta rule with heads of Qwen3-Next."""
+    import jax
+
+    from pallas_kernels import gated_delta_rule
+    from pallas_kernels.backends.tpu import delta_rule
+
+    def both(q, k, v, log_decay, beta, d_out):
+        out, pull = jax.vjp(lambda *x: gated_delta_rule(*x)[0], q, k, v, log_decay, beta)
+        return out, pull(d_out)
+
+    q, gate = ((1, TOKENS, HEADS, 128), "bfloat16"), ((1, TOKENS, HEADS), "float32")
+    array = jax.ShapeDtypeStruct(*q)
+    x = delta_rule.Sizes.of(array, array)
+    step = f"{x.heads} heads x {x.group} tokens"
+    names = ("forward", "backward")
+    return both, [q, q, q, gate, gate, q], {f"lcjax_delta_rule_{x}": step for x in names}
+
+
 OTHERS = {
     "one query, heads of 128": functools.partial(decoding_side, 128),
     "one query, heads of 128, int8": functools.partial(decoding_side, 128, "int8"),
     "one query, heads of 128, float8": functools.partial(decoding_side, 128, "float8_e4m3fn"),
     "one query, heads of 64": functools.partial(decoding_side, 64),
     "Landmark, blocks of 64": landmark_side,
+    "gated delta rule": delta_rule_side,
 }
 
 

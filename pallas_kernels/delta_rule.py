@@ -33,6 +33,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.arguments import check_shapes, on_any_mesh
+from pallas_kernels.dispatch import BY_NAME, Backend, CannotRun, platform
+from pallas_kernels.explanations import Explanation, current_explanations
 from pallas_kernels.masks import integer
 from pallas_kernels.sharded import Layout, on_shards
 
@@ -46,6 +48,16 @@ GROUP_TOKENS = 256
 # exp of less is 0 in float32, so a decay of -inf may be replaced by this: 0 * -inf would be NaN.
 LEAST_LOG_DECAY = -128.0
 _BLOCK = 16
+XLA = "xla"
+# The XLA form of this file, and kernels. The module of kernels has three functions:
+#   forward(q, k, v, log_decay, beta, state, *, keep_states)
+#       -> out, the last state, and the states at the starts of groups (None unless they are kept)
+#   backward(q, k, v, log_decay, beta, states, d_out, d_last) -> the cotangents of q, ..., state
+#   unsupported(q, k, v, log_decay) -> why it cannot run the inputs, or None
+BACKENDS = {
+    "tpu": Backend("pallas_kernels.backends.tpu.delta_rule", ("tpu",)),
+    XLA: Backend(__name__, ("cpu", "default"), portable=True),
+}
 
 
 @functools.partial(on_any_mesh, second=(0, 2))
@@ -60,6 +72,7 @@ def gated_delta_rule(
     segments: Int[Array, "B T"] | None = None,
     chunk: int = 64,
     layout: Layout | None = None,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N K V"]]:
     """Returns the outputs of the gated delta rule for all tokens, and the state after the last.
 
@@ -79,10 +92,12 @@ def gated_delta_rule(
       segments: documents, numbered from 1; 0 is padding. The state is 0 at the start of every
         document. Padding, which must be finite, has output 0 and leaves the state unchanged. A
         document is one run of tokens, which padding may interrupt.
-      chunk: the number of tokens of a chunk, a power of 2. Results do not depend on it beyond
-        rounding.
+      chunk: the number of tokens of a chunk of the XLA form, a power of 2; kernels have their own.
+        Results do not depend on it beyond rounding.
       layout: shards rows, heads and length. Tokens must be in order. The devices of a split length
         exchange one affine map of the state each, [K, K + V] per head, whatever its method is.
+      implementation: a name of `BACKENDS`, or None for the best one that can run the inputs on the
+        platform that the program is traced for. Kernels have a gradient in reverse mode only.
 
     Returns:
       out in v's dtype, and the float32 state after the row's last token.
@@ -90,7 +105,7 @@ def gated_delta_rule(
     Raises:
       TypeError: an array has no floating-point dtype, or segments are not integers.
       ValueError: shapes do not match, there are no heads or no key channels, chunk is no power of
-        2, or the layout cannot split the length.
+        2, the layout cannot split the length, or the implementation cannot run the inputs.
     """
     axes = "BTN" if getattr(log_decay, "ndim", 3) == 3 else "BTNK"
     arrays = {"q": (q, "BTNK"), "k": (k, "BTNK"), "v": (v, "BTNV"), "log_decay": (log_decay, axes)}
@@ -110,12 +125,50 @@ def gated_delta_rule(
     state = state.astype(jnp.float32)
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     tokens = _Tokens(q, k, v, log_decay, beta)
+    name = _choose(implementation, tokens)
     if 0 in v.shape:
         return jnp.zeros_like(v), state
     segments = None if segments is None else jnp.asarray(segments, jnp.int32)
+    run = maps = functools.partial(_scan, chunk=chunk, precision=precision)
+    if name != XLA:
+        run = functools.partial(_run_kernels, static=(name, chunk, precision))
     if layout is not None:
-        return _over_mesh(tokens, state, segments, chunk, precision, layout)
-    return _on_one_device(tokens, state, segments, chunk, precision)
+        return _over_mesh(tokens, state, segments, run, maps, layout, precision)
+    return _on_one_device(tokens, state, segments, run)
+
+
+def _choose(implementation: str | None, tokens: _Tokens) -> str:
+    """Returns the name of the backend to run, and records the explanation of the choice."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    current = platform() if described is None else described.platform
+    call = f"gated_delta_rule(implementation={implementation!r})"
+    if implementation not in (None, *BACKENDS):
+        raise CannotRun(f"{call}: unknown; choose one of {', '.join(BACKENDS)}")
+    reasons = {name: _unsupported(name, tokens, current) for name in BACKENDS}
+    if implementation is not None and reasons[implementation] is not None:
+        raise CannotRun(f"{call}: {reasons[implementation]}; leave it out for one that can")
+    able = [name for name, reason in reasons.items() if reason is None]
+    name = implementation or able[0]
+    if (explanations := current_explanations()) is not None:
+        arrays = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in zip("qkv", tokens[:3]))
+        why = BY_NAME if implementation else "the first that can run the inputs"
+        reasons = {x: why if x == name else y or "it runs everywhere" for x, y in reasons.items()}
+        call = f"gated_delta_rule on {current}: {arrays}"
+        explanations.append(Explanation(call, None, name, tuple(reasons.items())))
+    return name
+
+
+def _unsupported(name: str, tokens: _Tokens, current: str) -> str | None:
+    """Returns why a backend cannot run the inputs on a platform, or None."""
+    backend = BACKENDS[name]
+    if backend.portable:
+        return None
+    if current not in backend.platforms:
+        return f"it runs on {', '.join(backend.platforms)} and the program is for {current}"
+    if tokens.q.shape[1] <= 1:
+        return "a step of generation is the recurrence, which needs no matrices of chunks"
+    q, k, v, log_decay, _ = tokens
+    return backend.load().unsupported(q, k, v, log_decay)
 
 
 class _Tokens(NamedTuple):
@@ -128,22 +181,29 @@ class _Tokens(NamedTuple):
     beta: jax.Array
 
 
-def _on_one_device(tokens: _Tokens, state, segments, chunk: int, precision):
-    tokens, documents = _without_padding(tokens, segments)
-    out, state = _scan(tokens, state, documents, chunk, precision)
+def _on_one_device(tokens: _Tokens, state, segments, run):
+    tokens, _ = _without_documents(tokens, segments)
+    out, state = run(tokens, state)
     return _without_output(out, segments), state
 
 
-def _without_padding(tokens: _Tokens, segments):
-    """Returns tokens of which padding changes no state, and the `_documents`."""
+def _without_documents(tokens: _Tokens, segments):
+    """Returns tokens that a recurrence without documents can read, and the `_documents`.
+
+    Padding changes no state. The first token of a document, but not of the row, decays the state
+    to 0, as exp(LEAST_LOG_DECAY) is 0 in float32.
+    """
+    log_decay = jnp.maximum(tokens.log_decay.astype(jnp.float32), LEAST_LOG_DECAY)
+    beta = tokens.beta.astype(jnp.float32)
     if segments is None:
-        return tokens, None
-    is_token = (segments != 0)[..., None]
-    log_decay = tokens.log_decay
-    is_decayed = is_token if log_decay.ndim == 3 else is_token[..., None]
-    log_decay = jnp.where(is_decayed, log_decay, 0)
-    beta = jnp.where(is_token, tokens.beta, 0)
-    return tokens._replace(log_decay=log_decay, beta=beta), _documents(segments)
+        return tokens._replace(log_decay=log_decay, beta=beta), None
+    documents = _documents(segments)
+    begins = jnp.pad(documents[:, 1:] != documents[:, :-1], [(0, 0), (1, 0)])
+    is_token, axes = segments != 0, (..., *[None] * (log_decay.ndim - 2))
+    log_decay = jnp.where(is_token[axes], log_decay, 0)
+    log_decay = jnp.where(begins[axes], LEAST_LOG_DECAY, log_decay)
+    beta = jnp.where(is_token[..., None], beta, 0)
+    return tokens._replace(log_decay=log_decay, beta=beta), documents
 
 
 def _without_output(out, segments):
@@ -164,11 +224,64 @@ def _documents(segments):
     return jnp.take_along_axis(segments, jnp.where(last < 0, first, last), axis=1)
 
 
-def _scan(tokens: _Tokens, state, documents, chunk: int, precision):
-    """Returns (out, state); out is None if there are no queries.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _run_kernels(tokens: _Tokens, state, static: tuple[str, int, lax.Precision | None]):
+    """Returns (out, state) computed by a backend's kernels.
 
-    The state belongs to the document of the first token.
+    Args:
+      static: the backend's name, and the chunk and precision of `_scan`, which takes its place
+        where the program is lowered for another platform.
     """
+    return _forward(tokens, state, static, keep_states=False)[:2]
+
+
+def _save(tokens: _Tokens, state, static):
+    out, after, states = _forward(tokens, state, static, keep_states=True)
+    return (out, after), (tokens, states)
+
+
+def _pull_back(static, saved, cotangents):
+    (name, *options), (tokens, states) = static, saved
+
+    def by_xla(*arrays):
+        *tokens, states, d_out, d_state = arrays
+        run = functools.partial(_scan, chunk=options[0], precision=options[1])
+        _, pull = jax.vjp(run, _Tokens(*tokens), states[:, :, 0])
+        d_tokens, d_first = pull((d_out, d_state))
+        return *d_tokens, d_first
+
+    *d_tokens, d_first = _on_platform(name, "backward", by_xla, *tokens, states, *cotangents)
+    return _Tokens(*d_tokens), d_first
+
+
+_run_kernels.defvjp(_save, _pull_back)
+
+
+def _forward(tokens: _Tokens, state, static, keep_states: bool):
+    name, chunk, precision = static
+    groups = -(-tokens.v.shape[1] // BACKENDS[name].load().GROUP)
+
+    def by_xla(*arrays):
+        *tokens, state = arrays
+        out, after = _scan(_Tokens(*tokens), state, chunk, precision)
+        # Its backward pass reads the first state alone.
+        states = jnp.broadcast_to(state[:, :, None], (*state.shape[:2], groups, *state.shape[2:]))
+        return out, after, states if keep_states else None
+
+    return _on_platform(name, "forward", by_xla, *tokens, state, keep_states=keep_states)
+
+
+def _on_platform(name: str, direction: str, by_xla, *arrays, **options):
+    """Runs a backend's pass, or `by_xla` where the program is lowered for another platform."""
+    backend = BACKENDS[name]
+    kernel = functools.partial(getattr(backend.load(), direction), **options)
+    with jax.enable_x64(False):
+        branches = dict.fromkeys(backend.platforms, kernel)
+        return lax.platform_dependent(*arrays, **branches, default=by_xla)
+
+
+def _scan(tokens: _Tokens, state, chunk: int, precision):
+    """Returns (out, state); out is None if there are no queries."""
     batch, length, heads, size = tokens.v.shape
     if length == 1 and tokens.q is not None:
         return _step(tokens, state, precision)
@@ -177,29 +290,25 @@ def _scan(tokens: _Tokens, state, documents, chunk: int, precision):
     groups = -(-chunks * chunk // max(GROUP_TOKENS, chunk))
     shape = groups, -(-chunks // groups), chunk
     tokens = jax.tree.map(lambda x: _split(x, shape), tokens)
-    if documents is not None:
-        before = jnp.concatenate([documents[:, :1], documents[:, :-1]], 1)
-        before = _split(before, shape, "edge")[..., 0]
-        documents = _split(documents, shape, "edge"), before
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def run(state, group):
-        return _group(state, *group, precision)
+        return _group(state, group, precision)
 
-    state, out = lax.scan(run, state, (tokens, documents))
+    state, out = lax.scan(run, state, tokens)
     if out is None:
         return None, state
     return jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, size)[:, :length], state
 
 
-def _split(x, shape: tuple[int, int, int], mode: str = "constant"):
+def _split(x, shape: tuple[int, int, int]):
     """[B, T, ...] -> [groups, B, chunks, C, ...], padded at the end.
 
     Padded tokens change no state, as their beta and log_decay are 0.
     """
     missing = shape[0] * shape[1] * shape[2] - x.shape[1]
     if missing:
-        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode)
+        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
     return jnp.moveaxis(x.reshape(x.shape[0], *shape, *x.shape[2:]), 1, 0)
 
 
@@ -227,7 +336,7 @@ class _Chunks(NamedTuple):
     scores: jax.Array | None  # tril(Q K^T * D) [C, C]
 
 
-def _group(state, tokens: _Tokens, documents, precision):
+def _group(state, tokens: _Tokens, precision):
     """Returns the next state and the outputs [B, chunks, C, N, V] of a group of chunks."""
     matmul = functools.partial(jnp.matmul, precision=precision)
     dtype, width = tokens.v.dtype, state.shape[-1]
@@ -242,11 +351,11 @@ def _group(state, tokens: _Tokens, documents, precision):
         out = matmul(x.q_start, state) + matmul(x.scores, updates)
         return after, out.astype(dtype)
 
-    state, out = lax.scan(step, state, _chunks(tokens, documents, precision))
+    state, out = lax.scan(step, state, _chunks(tokens, precision))
     return state, None if out is None else out.transpose(1, 0, 3, 2, 4)
 
 
-def _chunks(tokens: _Tokens, documents, precision) -> _Chunks:
+def _chunks(tokens: _Tokens, precision) -> _Chunks:
     """Computes what needs no state, for all chunks of a group at once."""
 
     def heads_first(x):
@@ -254,19 +363,9 @@ def _chunks(tokens: _Tokens, documents, precision) -> _Chunks:
         return jnp.moveaxis(x, (1, 0, 3, 2), range(4)).astype(jnp.float32)
 
     q, k, v, log_decay, beta = jax.tree.map(heads_first, tokens)
-    log_decay = jnp.maximum(log_decay, LEAST_LOG_DECAY)
     products = _scalar_products if log_decay.ndim == 4 else _channel_products
     keys, scores, (start, end, whole) = products(q, k, log_decay, precision)
     start, end, whole = jnp.exp(start), jnp.exp(end), jnp.exp(whole)
-    if documents is not None:
-        document, before = (jnp.moveaxis(x, 1, 0)[:, :, None] for x in documents)
-        same = document[..., None] == document[..., None, :]
-        keys = jnp.where(same, keys, 0)
-        scores = None if scores is None else jnp.where(same, scores, 0)
-        last = document[..., -1]
-        start = jnp.where((document == before[..., None])[..., None], start, 0)
-        end = jnp.where((document == last[..., None])[..., None], end, 0)
-        whole = jnp.where((last == before)[..., None, None], whole, 0)
     solve = _inverse(beta[..., None] * keys) * beta[..., None, :]
     q_start = None if q is None else q * start
     return _Chunks(k * start, k * end, v, solve, whole.mT, q_start, scores)
@@ -388,16 +487,15 @@ def _inverse_jvp(primals, tangents):
     return inverse, -exact(exact(inverse, tangents[0]), inverse)
 
 
-def _over_mesh(tokens: _Tokens, state, segments, chunk: int, precision, layout: Layout):
-    """Runs `_on_one_device` on shards; devices of a split length exchange maps of the state."""
+def _over_mesh(tokens: _Tokens, state, segments, run, maps, layout: Layout, precision):
+    """Runs `run` on shards; devices of a split length exchange maps of the state (by `maps`)."""
     layout = layout.of_tokens(tokens.k)
 
     def local(tokens, state, segments):
         if layout.length is None:
-            return _on_one_device(tokens, state, segments, chunk, precision)
-        tokens, documents = _without_padding(tokens, segments)
-        run = functools.partial(_scan, documents=documents, chunk=chunk, precision=precision)
-        before, after = _states(run, tokens, state, documents, precision, layout.length)
+            return _on_one_device(tokens, state, segments, run)
+        tokens, documents = _without_documents(tokens, segments)
+        before, after = _states(maps, tokens, state, documents, precision, layout.length)
         return _without_output(run(tokens, before)[0], segments), after
 
     of_tokens = layout.spec(tokens.k, heads=True)

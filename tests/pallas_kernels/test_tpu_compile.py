@@ -15,6 +15,7 @@ from jax.experimental import topologies
 
 from pallas_kernels import causal, everything, prefix, window
 from pallas_kernels.backends.tpu import attention as _tpu
+from pallas_kernels.backends.tpu import delta_rule as _tpu_delta_rule
 from pallas_kernels.backends.tpu import landmark as _tpu_landmark
 from pallas_kernels.biases import Alibi, RelativeBias
 from pallas_kernels.dispatch import Constant, Operands, Spec
@@ -199,3 +200,35 @@ def test_grouped_softmax_of_packed_documents_and_large_heads_compiles(block):
     shape = (2, 2048, 4, 256)
     for _, text in compile_landmark("v5e", shape, block, operands, dtype="float32"):
         assert "stablehlo.while" not in text
+
+
+def compile_delta_rule(generation, shape, value_size, dtype="bfloat16"):
+    """Compiles the gated delta rule forward and backward; yields (memory, text) of each."""
+    b, t, n, size = shape
+    q, v = arrays(generation, shape, (b, t, n, value_size), dtype=dtype)
+    groups = -(-t // _tpu_delta_rule.GROUP)
+    shapes = (b, t, n), (b, n, size, value_size), (b, n, groups, size, value_size)
+    gate, state, states = arrays(generation, *shapes, dtype="float32")
+    assert _tpu_delta_rule.unsupported(q, q, v, gate) is None
+    forward = functools.partial(_tpu_delta_rule.forward, keep_states=True)
+    yield compiled(forward, q, q, v, gate, gate, state)
+    yield compiled(_tpu_delta_rule.backward, q, q, v, gate, gate, states, v, state)
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+def test_the_gated_delta_rule_of_131072_tokens_of_qwen3_next_heads_compiles(generation):
+    shape = 1, LONG, 32, 128
+    for memory, text in compile_delta_rule(generation, shape, 128):
+        assert text.count("tpu_custom_call") == 1 and "stablehlo.while" not in text
+        # Copies of inputs and outputs in the kernels' order, and none of matrices of chunks.
+        assert memory.temp_size_in_bytes < 8 * LONG * 32 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("generation", "sizes", "dtype"),
+    [("v4", (256, 256), "float32"), ("v4", (128, 128), "float32"), ("v5p", (256, 128), "bfloat16"),
+     ("v5e", (96, 80), "bfloat16"), ("v6e", (64, 64), "float32")],
+)  # fmt: skip
+def test_the_gated_delta_rule_of_other_heads_fits_into_vmem(generation, sizes, dtype):
+    shape = 2, 1000, 6, sizes[0]
+    assert len(list(compile_delta_rule(generation, shape, sizes[1], dtype))) == 2
