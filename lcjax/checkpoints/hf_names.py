@@ -207,11 +207,12 @@ class Entry:
         ]
 
     def dtype(self, param_dtype: str) -> str:
-        """Returns `param_dtype`, but float32 for learned frequencies.
+        """Returns `param_dtype`, but float32 for learned frequencies and rates of decay.
 
-        Half precision would rotate far positions wrongly.
+        Half precision would rotate far positions wrongly, and forget at other rates.
         """
-        return "float32" if self.path.startswith("rope/") else param_dtype
+        is_exact = self.path.startswith("rope/") or "/decay_" in self.path
+        return "float32" if is_exact else param_dtype
 
     @property
     def num_experts(self) -> int:

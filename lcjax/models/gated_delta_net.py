@@ -1,7 +1,6 @@
 """The layer of `mixer.GatedDeltaNet`, which reads a text with a state in place of attention."""
 
 import math
-from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -48,9 +47,11 @@ class GatedDeltaNetLayer(nn.Module):
 
         def convolve(name, key, *heads):
             y = project(name, *heads)
-            taps = self._param(f"{name}_taps", nn.initializers.normal(0.5), mixer.taps, *heads)
+            init, shape = nn.initializers.normal(0.5), (mixer.taps, *heads)
+            taps = self.param(f"{name}_taps", init, shape, jnp.dtype(c.param_dtype))
             if self.is_initializing():
                 return y
+            taps = taps.astype(jnp.float32)
             y, state[key] = _convolution(y, taps, state.get(key), inputs, layout)
             return nn.silu(y)
 
@@ -59,8 +60,9 @@ class GatedDeltaNetLayer(nn.Module):
             v = convolve("value", "values", *values)
             gate = project("output_gate", *values)
             beta, decay = (project(name, mixer.value_heads) for name in ("beta", "decay"))
-        rate = self._param("decay_rate", _initial_rates, mixer.value_heads)
-        bias = self._param("decay_bias", _initial_biases, mixer.value_heads)
+        heads = (mixer.value_heads,)  # rates are float32 also where other weights are not
+        rate = self.param("decay_rate", _initial_rates, heads, jnp.float32)
+        bias = self.param("decay_bias", _initial_biases, heads, jnp.float32)
         with jax.named_scope("mix"):
             if self.is_initializing():  # no parameter depends on it
                 y = v
@@ -84,10 +86,6 @@ class GatedDeltaNetLayer(nn.Module):
         with jax.named_scope("out"):
             y = Linear(values, (c.width,), c, mesh=mesh, name="out")(y)
         return y, LayerOutput(cache=None if cache is None else state)
-
-    def _param(self, name: str, init: Callable[..., jax.Array], *shape: int) -> jax.Array:
-        dtype = jnp.dtype(self.config.param_dtype)
-        return self.param(name, init, shape, dtype).astype(jnp.float32)
 
     def _layout(self, length: int, cache: Arrays | None) -> Layout | None:
         """Returns the layout on the mesh; devices share tokens if no cache is read."""

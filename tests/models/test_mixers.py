@@ -10,7 +10,7 @@ import pytest
 from lcjax import Conversation, LanguageModel, Sampling, read_prefix
 from lcjax.attention import Bidirectional, KeepAll, Kivi, Landmark, Quest, Sliding
 from lcjax.attention.policies import SnapKV
-from lcjax.checkpoints import ByteTokenizer
+from lcjax.checkpoints import ByteTokenizer, load, save_hf
 from lcjax.cost.resources import cache_bytes
 from lcjax.errors import InputError
 from lcjax.generation.sampling import join_pieces
@@ -229,6 +229,18 @@ def test_patterns_of_a_config_are_for_layers_with_attention():
 def test_caches_whose_groups_or_pages_would_begin_anew_are_not_continued(cache):
     config = CONFIG.replace(cache=cache, head_dim=32)
     assert not can_continue_prefix(config) and not can_share_prefix(config)
+
+
+def test_rates_of_decay_are_float32_whatever_other_weights_are(tmp_path):
+    norms = {"norm_plus_one": True, "qk_norm": "head", "family": "qwen3_5_text"}
+    config = CONFIG.replace(**norms, num_layers=6, param_dtype="bfloat16")
+    params = random_params(config, 0)
+    save_hf(tmp_path / "model", params, config, ByteTokenizer())
+    loaded, _, _ = load(tmp_path / "model")
+    for tree in (params, loaded):
+        wide = {path for path, x in flatten(tree).items() if x.dtype == jnp.float32}
+        assert wide == {path for path in flatten(tree) if "/decay_" in path} and wide
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
 def test_layers_have_norms_where_their_kind_places_them():
