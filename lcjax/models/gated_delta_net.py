@@ -53,6 +53,9 @@ class GatedDeltaNetLayer(nn.Module):
                 return y
             taps = taps.astype(jnp.float32)
             y, state[key] = _convolution(y, taps, state.get(key), inputs, layout)
+            if cache is not None:
+                # Else compilers compute the next state last, and keep the inputs of all layers.
+                y, state[key] = jax.lax.optimization_barrier((y, state[key]))
             return nn.silu(y)
 
         with jax.named_scope("qkv"):
