@@ -23,6 +23,7 @@ from lcjax.checkpoints.hub import find_checkpoint, is_run
 from lcjax.checkpoints.load import is_gguf, load_config, model_file
 from lcjax.errors import InputError
 from lcjax.memory import Memory
+from lcjax.models.mixer import Mixer
 from lcjax.models.model_config import ModelConfig
 from lcjax.rope import E2LLM, NTK, DynamicNTK, Linear, NoRotation, Rope, Yarn, from_hf
 
@@ -93,7 +94,8 @@ def check(path_or_name: str | Path, engines: Collection[str] = NAMES) -> Check:
     except InputError as error:
         nothing = [(REFUSED, f"there is nothing to read: {error}", "")]
         rows = tuple(_row(engine, nothing, None) for engine in ENGINES if engine["name"] in engines)
-        return Check(name, _position(config), " and ".join(map(str, config.patterns)), (), rows)
+        layers = " and ".join([*map(str, config.patterns), *_mixers(config)])
+        return Check(name, _position(config), layers, (), rows)
     return check_config(hf, name, engines, where=name)
 
 
@@ -140,13 +142,19 @@ def check_config(
         if row.engine in engines
     )
     local = "chunks" if any(isinstance(x, Chunked) for x in config.patterns) else "a window"
-    pattern = " and ".join(
-        sorted({f"{local} of {w}" if w else "full attention" for w in windows(config)})
-    )
+    seen = {w for i, w in enumerate(windows(config)) if config.layer(i).mixer is None}
+    seen = sorted(f"{local} of {w}" if w else "full attention" for w in seen)
+    pattern = " and ".join([*seen, *_mixers(config)])
     pattern = pattern if hf["model_type"] in FAMILIES else "landmark attention"
     pattern = "dual chunk attention" if isinstance(config.pattern, DualChunk) else pattern
     pattern += ", with a memory" if has_memory else ""
     return Check(name, _position(config), pattern, (model.trained, target), judged)
+
+
+def _mixers(config: ModelConfig) -> list[str]:
+    """Returns the types of the mixers of layers without attention."""
+    mixers = {layer.mixer for layer, _ in config.layer_counts} - {None}
+    return sorted({Mixer.get_choice_name(type(mixer)) for mixer in mixers})
 
 
 def _row(engine: Facts, problems: list[Problem], difference: float | None) -> Row:

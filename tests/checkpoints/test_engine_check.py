@@ -20,6 +20,7 @@ from lcjax.convert import main
 from lcjax.errors import InputError
 from lcjax.memory import Cepe, RetroSection
 from lcjax.models import LayerKind
+from lcjax.models.mixer import GatedDeltaNet
 from lcjax.rope import (
     E2LLM,
     NTK,
@@ -399,6 +400,8 @@ LATER_CASES = [
                 ("exaone4", {}),
             ),
             ("ministral3", {}),
+            *(("qwen3_next", {}), ("qwen3_5_text", {"rope_scaling": HF_YARN})),
+            ("qwen3_5_moe_text", {}),
         )
     ),
 ]
@@ -482,6 +485,14 @@ def test_a_run_folder_is_judged_by_what_it_exports(tmp_path, monkeypatch):
     for words in ("rope ntk", "rope default", "rope none"):
         assert words in result.position
     assert "Streaming" in result.pattern and "Causal" in result.pattern
+    run = config(ROPES["default"], mixer=GatedDeltaNet(2, 2, 8, 8))  # in all layers
+    monkeypatch.setattr("lcjax.checkpoints.engine_check.load_config", lambda path: run)
+    assert check(tmp_path).pattern == "gated_delta_net"
+
+
+def test_layers_without_attention_are_in_the_description():
+    hf = {"model_type": "qwen3_5_text", "head_dim": DIM} | SIZES
+    assert check_config(hf, "model").pattern == "full attention and gated_delta_net"
 
 
 def test_of_a_gguf_file_llama_cpp_is_judged(tmp_path):
