@@ -53,12 +53,17 @@ def received_from_slices(
 class Exchange(NamedTuple):
     """What a device sends in a layer to the devices that share its text, forward and backward."""
 
-    method: str  # of `pallas_kernels.sharded.METHODS`
+    method: str  # of `pallas_kernels.sharded.METHODS`, or `state` in a layer without attention
     group: int  # neighbouring devices that exchange heads
     sent: float  # bytes
     seconds: float  # of sending them
     exposed: float  # seconds in which attention has to wait
     gathered: float  # bytes of keys and values that a device holds, beside its own
+
+
+def num_with_attention(config: ModelConfig) -> int:
+    """Returns the number of layers that have attention."""
+    return sum(count for layer, count in config.layer_counts if layer.mixer is None)
 
 
 def context_exchanges(
@@ -70,12 +75,11 @@ def context_exchanges(
     rows: int,
     mfu: float,
 ) -> list[Exchange]:
-    """Returns the exchanges of a training step that the model's heads allow, one per strategy.
+    """Returns the exchanges of layers with attention that the heads allow, one per strategy.
 
     Attention waits for exchanged heads, for gathered keys, and in a ring for what takes longer to
     send than the products with the keys of a hop take, with `mfu` of the peak, and for the return
-    of the gradients of keys and values. Bytes are those of `pallas_kernels.sharded`, in a model
-    whose layers all exchange.
+    of the gradients of keys and values. Bytes are those of `pallas_kernels.sharded`.
 
     Args:
       config: the model.
@@ -98,6 +102,29 @@ def context_exchanges(
     return predicted
 
 
+def state_exchange(
+    config: ModelConfig, mesh: Mesh, spans: Mapping[str, int], topology: Topology, rows: int
+) -> Exchange | None:
+    """Returns the exchange of a layer without attention, or None if the model has none.
+
+    Every device gets what each other one sends (`Mixer.exchanged`), forward and in the pass that
+    computes its results again, and sends as much for its gradient. The tokens after wait for it.
+    Arguments are those of `context_exchanges`.
+    """
+    mixers = [layer.mixer for layer, _ in config.layer_counts if layer.mixer is not None]
+    if not mixers:
+        return None
+    sent = max((mixer.exchanged() for mixer in mixers), key=lambda x: x.size)
+    heads, *rest = sent.shape
+    size = resources.divided(heads, mesh.shape["tensor"]) * math.prod(rest) * sent.dtype.itemsize
+    size *= resources.rows_of_device(rows, mesh.shape)
+    # The sum of the gradients of an all-gather passes as many bytes.
+    runs = 2 + (config.remat != "none")
+    seconds = runs * _Links.of(topology, mesh.shape, spans).gather(size)
+    others = mesh.shape[LENGTH] - 1
+    return Exchange("state", 1, runs * others * size, seconds, seconds, others * size)
+
+
 def _exchange(config, sizes, links: "_Links", plan, length: int, rows: int, mfu: float) -> Exchange:
     """Returns the exchange of a layer under the strategy `plan`."""
     devices, tensor, size = sizes[LENGTH], sizes["tensor"], config.compute_dtype().itemsize
@@ -109,7 +136,9 @@ def _exchange(config, sizes, links: "_Links", plan, length: int, rows: int, mfu:
     keys = math.lcm(keys, group)
     queries, pair = (n * config.head_dim * tokens * size for n in (heads, 2 * keys))
     gradients = 4 * pair / size  # float32
-    products = 4 * heads * config.head_dim * resources.visible_keys(config, length) * tokens
+    seen = resources.visible_keys(config, length) * config.num_layers  # 0 without attention
+    seen /= max(1, num_with_attention(config))
+    products = 4 * heads * config.head_dim * seen * tokens
     attention = products / (links.topology.chip.peak * mfu)
     hops = devices // group - 1 if plan.method in ("ring", "usp") else 0
     # The forward pass is repeated where the backward pass computes its results again. The only hop

@@ -28,6 +28,7 @@ from lcjax.attention import AttentionMetadata
 from lcjax.cost import liveness
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models import cache as cache_lib
+from lcjax.models.experts import block_rows, max_blocks
 from lcjax.models.loss import cross_entropy
 from lcjax.models.tiles import tile_bytes
 from lcjax.models.weight_storage import kernel_of, num_weights
@@ -141,6 +142,19 @@ def cache_bytes(config: ModelConfig, length: int) -> int:
     shape = cache_lib.layer_shape(config)
     ends = [kind.after_prompt(length) for kind in cache_lib.layer_caches(config)]
     return sum(_row_bytes(kind.arrays(shape, slots)) for kind, slots in ends)
+
+
+def state_bytes(config: ModelConfig, tensor: int = 1) -> int:
+    """Returns the bytes of one sequence's states in layers without attention, on one device.
+
+    `tensor` devices share the heads.
+    """
+    dtype = config.compute_dtype()
+    return sum(
+        count * _row_bytes(layer.mixer.state(dtype), tensor)
+        for layer, count in config.layer_counts
+        if layer.mixer is not None
+    )
 
 
 def read_cache_bytes(
@@ -294,7 +308,8 @@ class MemoryEstimate:
     weights: int
     gradients: int = 0
     optimizer: int = 0  # moments, and the running average of the weights
-    activations: int = 0  # residuals of the backward pass, and temporaries of a layer and the loss
+    # Residuals of the backward pass, and temporaries of a layer, the loss and the update
+    activations: int = 0
     cache: int = 0
     context: int = 0  # encoded contexts of a memory
     process: int = 0  # on a CPU: Python, JAX and compilation
@@ -372,6 +387,11 @@ def training_memory(
     # Fitted: with these bytes the estimates agree best with libtpu, which keeps parts of gradients
     # also in layouts that pad axes which many devices share.
     activations += gradients if platform == "tpu" else 0
+    if platform == "gpu" and offload == "none":
+        # XLA for GPUs writes the new state beside the old one, as the update is a branch
+        # (`training.step`), when activations and the gradients of a microbatch are gone.
+        state = sum(moments.values()) + sum(x for path, x in weights.items() if trained(path))
+        activations = max(activations, state - (gradients if accumulates else 0))
     return MemoryEstimate(
         weights=_resident_bytes(config, weights, offload == "parameters"),
         # Sums over microbatches, and those of one.
@@ -414,17 +434,15 @@ def generation_memory(
     sizes = mesh.shape
     local_rows = rows_of_device(rows, sizes)
     local = _local_config(config, sizes)
-    # The widest moment of a layer: two feed-forward activations, or q, k, v and the output.
-    hidden = max((_hidden_units(layer) for layer, _ in local.layer_counts), default=0)
-    channels = 2 * max(hidden, (local.num_heads + local.num_kv_heads) * local.head_dim)
     tokens = local_rows * min(chunk, length)
+    channels = max((_channels(layer, tokens) for layer, _ in local.layer_counts), default=0)
     size = config.compute_dtype().itemsize
     shape = cache_lib.layer_shape(config)
     cache = local_rows * sum(
         _row_bytes(kind.arrays(shape, -(-slots // kind.parts)), sizes["tensor"])
         for kind, slots in cache_lib.fitted_caches(config, length, chunk, mesh=mesh)
     )
-    activations = size * tokens * (channels + 3 * config.width)
+    activations = math.ceil(size * tokens * (channels + 3 * config.width))
     logits = 4 * local_rows * config.vocab_size
     if platform == "cpu":
         activations *= _CPU_BUFFERS
@@ -437,11 +455,23 @@ def generation_memory(
     )
 
 
-def _hidden_units(layer: ModelConfig) -> int:
-    """Returns the hidden units of a token that exist at a time in an MLP or a mixture."""
-    if layer.experts is None:
-        return layer.mlp_width
-    return max(layer.experts.top_k * layer.expert_width, layer.experts.shared_width or 0)
+def _channels(layer: ModelConfig, tokens: int) -> float:
+    """Returns the numbers of each of `tokens` at the widest moment of a layer.
+
+    They are two activations of the MLP; or q, k, v and the output of attention; or those of a
+    mixer; or of the experts of a token the inputs and both activations, or the outputs, in rows
+    that fill blocks and in the order of tokens.
+    """
+    widest = 2 * (layer.num_heads + layer.num_kv_heads) * layer.head_dim
+    if layer.mixer is not None:
+        widest = layer.mixer.channels
+    if (experts := layer.experts) is None:
+        return max(widest, 2 * layer.mlp_width)
+    pairs, width = tokens * experts.top_k, layer.width
+    block = block_rows(pairs, experts.count)
+    rows = block * max_blocks(pairs, experts.count, block)
+    numbers = max(rows * (width + 2 * layer.expert_width), (rows + pairs) * width)
+    return max(widest, 2 * (experts.shared_width or 0), numbers / tokens)
 
 
 def _encoded_bytes(config: ModelConfig, chunks: int, size: int) -> int:
@@ -524,6 +554,11 @@ def _local_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     if heads % shared:  # such as more devices than key heads: each computes all heads
         heads, shared = config.num_heads, config.num_kv_heads
     width, experts = divided(config.mlp_width, tensor), config.experts
+    mixer = config.mixer and config.mixer.split(tensor)
+    layers = tuple(
+        dataclasses.replace(kind, mixer=kind.mixer and kind.mixer.split(tensor))
+        for kind in config.layers
+    )
     if experts is not None:
         # Each device of the expert axis has rows for the tokens of all devices of that axis.
         exchanged = sizes["expert"] if experts.count % sizes["expert"] == 0 else 1
@@ -532,9 +567,8 @@ def _local_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
         if experts.shared_width is not None:
             widths["shared_width"] = divided(experts.shared_width, tensor)
         experts = dataclasses.replace(experts, top_k=top_k, **widths)
-    return config.replace(
-        num_heads=heads, num_kv_heads=shared, mlp_width=width, experts=experts, memory=memory
-    )
+    parts = {"experts": experts, "memory": memory, "mixer": mixer, "layers": layers}
+    return config.replace(num_heads=heads, num_kv_heads=shared, mlp_width=width, **parts)
 
 
 def _backward_bytes(

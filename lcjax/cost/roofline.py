@@ -63,6 +63,7 @@ def inference_work(
     flops = rows * (tokens * (matmul + attention) + head)
     local_rows = resources.rows_of_device(rows, sizes)
     cache = resources.read_cache_bytes(config, length, tokens, sizes)
+    cache += resources.state_bytes(config, sizes["tensor"])  # which is also written
     logits = 4 * resources.divided(config.vocab_size, sizes["tensor"])
     weights = _read_weights(config, sizes, local_rows * tokens)
     return Work(flops / math.prod(sizes.values()), weights + local_rows * (cache + logits))
@@ -71,12 +72,14 @@ def inference_work(
 def cut_work(config: ModelConfig, rows: int, length: int, mesh: Mesh | jax.sharding.Mesh) -> Work:
     """Returns the work of evicting tokens at the end of a prompt: all keys and values are read.
 
-    The arguments are those of `inference_work`.
+    The states of layers without attention stay as they are. The arguments are those of
+    `inference_work`.
     """
     sizes = mesh.shape
     keys = config.num_kv_heads // resources.divided(config.num_kv_heads, sizes["tensor"])
-    cache = resources.cache_bytes(config.replace(cache=None), length) / keys
-    return Work(0.0, resources.rows_of_device(rows, sizes) * cache)
+    whole = config.replace(cache=None)
+    cache = resources.cache_bytes(whole, length) - resources.state_bytes(whole)
+    return Work(0.0, resources.rows_of_device(rows, sizes) * cache / keys)
 
 
 def training_work(

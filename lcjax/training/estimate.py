@@ -79,9 +79,13 @@ def report(config: TrainConfig, topology: Topology, mfu: float) -> bool:
         groups = f" in groups of {plan.group}" if plan.group > 1 else ""
         print(f"context            {plan.method}{groups}: {plan.reason}")
         rows = train.batch_size // train.accumulation
-        found = exchanges.context_exchanges(model, mesh, spans, topology, length, rows, mfu)
+        layers = exchanges.num_with_attention(model)
+        exchanged = exchanges.context_exchanges(model, mesh, spans, topology, length, rows, mfu)
+        counted = [(x, layers) for x in exchanged if layers]
+        if state := exchanges.state_exchange(model, mesh, spans, topology, rows):
+            counted.append((state, model.num_layers - layers))
         update = train.batch_size * length / speed
-        print(_exchange_table(found, model.num_layers * train.accumulation, update))
+        print(_exchange_table(counted, train.accumulation, update))
     if topology.slices > 1:
         print(_network_line(config, model, mesh, spans, topology))
     fits = estimated.total <= chip.usable
@@ -174,14 +178,20 @@ def longest_text(need: Callable[[int], float], usable: float, step: int, most: i
     return low
 
 
-def _exchange_table(found: list[exchanges.Exchange], layers: int, update: float) -> str:
-    """Returns the lines of a table of exchanges; an update takes `update` seconds without them."""
+def _exchange_table(
+    counted: list[tuple[exchanges.Exchange, int]], accumulation: int, update: float
+) -> str:
+    """Returns the lines of a table of exchanges with the numbers of layers that have them.
+
+    An update of `accumulation` microbatches takes `update` seconds without them.
+    """
     titles = f"{'GB':>8} {'ms':>8} {'waits, ms':>10} {'update':>8} {'keys, GB':>9}"
     lines = [f"  {'sends in a layer':16} {titles}"]
-    for x in found:
+    for x, layers in counted:
+        waits = layers * accumulation * x.exposed
         name = f"{x.method} {x.group}" if x.group > 1 else x.method
         cells = f"{x.sent / 1e9:8.3g} {1e3 * x.seconds:8.3g} {1e3 * x.exposed:10.3g}"
-        added = f"{layers * x.exposed / update:+8.1%}" if math.isfinite(x.exposed) else "unknown"
+        added = f"{waits / update:+8.1%}" if math.isfinite(waits) else "unknown"
         lines.append(f"  {name:16} {cells} {added:>8} {x.gathered / 1e9:9.3g}")
     return "\n".join(lines)
 

@@ -15,6 +15,7 @@ from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
 from lcjax.models.experts import Experts
 from lcjax.models.lora import LoRA
+from lcjax.models.mixer import GatedDeltaNet
 from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.training.train_config import NAMED_RULES, matcher
 
@@ -378,3 +379,53 @@ def test_the_cache_of_layers_that_differ_is_the_one_that_is_created():
     cache = cache_lib.create(MIXED, 2, 4096, chunk=16)
     found = cost.generation_memory(MIXED, 4096, 2, Mesh(fsdp=1), chunk=16)
     assert found.cache == sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers))
+
+
+DELTA = GatedDeltaNet(key_heads=3, value_heads=6, key_dim=16, value_dim=24)
+
+
+def test_a_mixer_may_be_the_widest_part_of_a_layer():
+    model = preset("tiny")  # attention and its MLP have fewer channels
+    mixed = model.replace(layers=(LayerKind(mixer=DELTA), LayerKind()))
+    plain, wide = (cost.generation_memory(x, 512, 2, Mesh(fsdp=1)) for x in (model, mixed))
+    channels = 6 * (2 * 16 + 3 * 24)
+    widest = 2 * max(model.mlp_width, (model.num_heads + model.num_kv_heads) * model.head_dim)
+    assert channels > widest
+    assert wide.activations - plain.activations == 4 * 2 * 512 * (channels - widest)
+    split = cost.generation_memory(mixed, 512, 2, Mesh(fsdp=1, tensor=3))
+    assert wide.activations - split.activations == 4 * 2 * 512 * (
+        channels - max(channels // 3, widest)
+    )
+    assert cost.resources.state_bytes(mixed, 3) == cost.resources.state_bytes(mixed) / 3
+
+
+def test_experts_hold_rows_of_their_tokens_at_their_widest_moment():
+    experts = Experts(count=6, top_k=3, width=8)  # narrower than the tokens
+    config = ModelConfig(100, 64, 32, 3, 4, 2, 8, 64, experts=experts)
+    found = cost.generation_memory(config, 64, 2, Mesh(fsdp=1))
+    pairs = 2 * 64 * 3
+    rows = 16 * (6 + (pairs - 6) // 16)  # blocks of 16
+    held = (rows + pairs) * 64 + 2 * 64 * 3 * 64  # outputs, by expert and by token; hidden states
+    assert found.activations == 4 * held + 4 * 2 * 100
+
+
+@pytest.mark.parametrize(
+    ("devices", "heads"), [(1, (3, 6)), (3, (1, 2)), (2, (3, 3)), (6, (1, 1)), (4, (3, 6))]
+)
+def test_devices_share_the_heads_of_values_that_they_divide(devices, heads):
+    part = DELTA.split(devices)
+    assert (part.key_heads, part.value_heads) == heads
+    local = cost.resources._local_config(
+        preset("tiny").replace(layers=(LayerKind(mixer=DELTA), LayerKind())),
+        Mesh(fsdp=1, tensor=devices).shape,
+    )
+    assert [layer.mixer for layer, _ in local.layer_counts] == [part, None]
+
+
+def test_an_update_on_a_gpu_holds_the_state_twice():
+    config = preset("tiny").replace(num_layers=1, vocab_size=8192)
+    memory = cost.training_memory(config, 16, 1, Mesh(fsdp=1), platform="gpu")
+    state = memory.weights + memory.optimizer
+    assert memory.activations == state and memory.total == 2 * state + memory.gradients
+    parts = cost.training_memory(config, 16, 1, Mesh(fsdp=1), platform="gpu", accumulates=True)
+    assert parts.total == memory.total

@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from lcjax import config as config_lib
@@ -10,10 +11,12 @@ from lcjax.cost import __main__ as command
 from lcjax.cost import hlo
 from lcjax.cost.chips import CHIPS, Topology
 from lcjax.cost.compilers import devices
-from lcjax.cost.exchanges import context_exchanges, received_from_slices
+from lcjax.cost.exchanges import context_exchanges, received_from_slices, state_exchange
 from lcjax.cost.program import collectives, program_cost
 from lcjax.cost.resources import parameter_shapes
-from lcjax.models import preset
+from lcjax.models import Decoder, LayerKind, head, preset
+from lcjax.models.loss import cross_entropy
+from lcjax.models.mixer import GatedDeltaNet
 from lcjax.parallel.sharding import AXES, Mesh, make_mesh, mesh_sizes, slices_along
 from lcjax.training import TrainConfig, compile_only, estimate
 
@@ -103,6 +106,50 @@ def test_groups_of_neighbours_send_heads_within_a_domain_and_keys_between():
     assert usp.exposed < predicted["all_gather"].exposed
     half = predicted["all_to_all"].sent * 16 / 15 / 2  # to the other domain
     assert predicted["all_to_all"].seconds > half / chip.network
+
+
+DELTA = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=16, value_dim=8)
+MIXED = preset("tiny").replace(
+    num_layers=4, layers=(LayerKind(3, mixer=DELTA), LayerKind()), dtype="bfloat16", remat="full"
+)
+
+
+def test_layers_without_attention_do_not_change_the_exchange_of_those_with_it():
+    mesh = Mesh(fsdp=1, context=8)
+    alone = exchanges(MIXED.replace(layers=()), "v5p:2x2x2", mesh, 32_768)
+    assert exchanges(MIXED, "v5p:2x2x2", mesh, 32_768) == alone
+    every = MIXED.replace(mixer=DELTA, layers=())
+    assert all(x.sent > 0 for x in exchanges(every, "v5p:2x2x2", mesh, 32_768).values())
+
+
+def test_devices_send_a_map_of_the_state_in_layers_without_attention():
+    topology, mesh = Topology.parse("h100:8"), Mesh(fsdp=1, context=4, tensor=2)
+    sent = state_exchange(MIXED, mesh, ALONE, topology, rows=3)
+    size = 3 * 2 * 16 * (16 + 8) * 4  # rows, half of the heads, float32
+    assert sent.sent == 3 * 3 * size and sent.gathered == 3 * size
+    assert sent.seconds == sent.exposed == pytest.approx(sent.sent / CHIPS["h100"].link)
+    assert state_exchange(QWEN, mesh, ALONE, topology, rows=3) is None
+
+
+@pytest.mark.slow
+def test_the_map_of_the_state_has_the_bytes_that_a_compiler_counts():
+    shape = Mesh(fsdp=1, context=4)
+    mesh = make_mesh(shape, jax.devices()[:4])
+    config = MIXED.replace(layers=(), num_layers=1, mixer=DELTA, remat="none", dtype="float32")
+    model = Decoder(config, mesh)
+    tokens = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+
+    def loss(params, tokens):
+        hidden = model.apply({"params": params}, tokens).hidden
+        return cross_entropy(hidden, head(params, config), tokens, jnp.ones(tokens.shape))[0]
+
+    sent = state_exchange(config, shape, ALONE, Topology.parse("h100:4"), rows=2).sent
+    forward, both = (
+        program_cost(jax.jit(function).lower(params, tokens), CHIPS["h100"]).traffic
+        for function in (loss, jax.grad(loss))
+    )
+    assert forward["all-gather"].bytes == both["reduce-scatter"].bytes == sent / 2
 
 
 def test_slices_sum_gradients_and_those_that_share_weights_send_them():

@@ -2,12 +2,13 @@
 
 import pytest
 
-from lcjax.attention import Sliding
+from lcjax.attention import Random, Sliding
 from lcjax.cost import resources
 from lcjax.cost.chips import CHIPS
 from lcjax.cost.resources import MemoryEstimate
-from lcjax.cost.roofline import Work, inference_work, training_work
-from lcjax.models import preset
+from lcjax.cost.roofline import Work, cut_work, inference_work, training_work
+from lcjax.models import LayerKind, preset
+from lcjax.models.mixer import GatedDeltaNet
 from lcjax.parallel.sharding import Mesh
 
 LLAMA = preset("llama2-7b").replace(dtype="bfloat16", param_dtype="bfloat16")
@@ -51,6 +52,25 @@ def test_a_window_bounds_the_keys_that_are_read():
     assert short == long
     prompt = resources.read_cache_bytes(model, 512, tokens=16)
     assert prompt == resources.read_cache_bytes(model, 512) * (32 + 15) / 32
+
+
+def test_states_are_read_and_written_by_a_step_and_left_alone_by_a_cut():
+    kinds = LayerKind(mixer=GatedDeltaNet(2, 6, 16, 8)), LayerKind()
+    model = preset("tiny").replace(num_layers=4, layers=kinds)
+    plain = model.replace(layers=(), num_layers=2)  # its layers with attention
+    state = 4 * (6 * 16 * 8 + 3 * (2 * 2 * 16 + 6 * 8))  # float32: the state, inputs of 4 taps
+
+    def cached(config, **axes):  # bytes, without those of weights and logits
+        mesh = Mesh(fsdp=1, **axes)
+        weights = resources.per_device(config, mesh.shape)
+        read = sum(size for path, (_, size) in weights.items() if path != "embed/embedding")
+        logits = 4 * config.vocab_size // mesh.tensor
+        return inference_work(config, 1, 512, 1, mesh).bytes - read - logits
+
+    assert cached(model) == cached(plain) + 2 * 2 * state
+    assert cached(model, tensor=2) == cached(plain, tensor=2) + 2 * state
+    cut = cut_work(model.replace(cache=Random(tokens=64)), 3, 512, Mesh(fsdp=1))
+    assert cut == cut_work(plain.replace(cache=Random(tokens=64)), 3, 512, Mesh(fsdp=1))
 
 
 def test_an_update_reads_weights_for_each_microbatch():
