@@ -28,6 +28,14 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _TILE = re.compile(r"T\((\d+),(\d+)\)")
+# Of a matrix product: contracted dimensions of its left operand, in HLO and in a call of cuBLAS.
+_CONTRACTED = re.compile(
+    r'lhs_contracting_dim(?:s=\{([\d,]*)\}|ensions":\[([\d",]*)\])',
+)
+_LIBRARY_PRODUCT = re.compile(r'custom_call_target="__(?:cublas|onednn|ynn)')
+# Of a convolution: sizes, strides, padding and dilations of its window, and names of dimensions.
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+_DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 # Scopes of JAX and flax that name no part of a model.
 _PLUMBING = re.compile(
     r"^(jit\([^)]*\)|Decoder[\w.]*|checkpoint|cond|while|body|branch_\d+_fun|closed_call|"
@@ -231,6 +239,69 @@ def float32_products(module: Module) -> Counter[str]:
     for name, times in module.computations():
         visit(name, times)
     return counts
+
+
+def product_flops(module: Module) -> float:
+    """Returns the FLOPs of all matrix products in one run, loops by their number of iterations.
+
+    The compiler's own count (`cost_analysis`) has the body of a loop once. Kernels are not counted,
+    and all branches of a conditional are.
+    """
+    total = 0.0
+
+    def visit(name: str, times: int) -> None:
+        nonlocal total
+        shapes = module.shapes(name)
+        for x in module.instructions(name):
+            if x.opcode == "fusion" and x.callee:
+                visit(x.callee, times)
+            elif x.opcode == "convolution":
+                total += times * _convolution_flops(x, shapes)
+            elif x.opcode == "dot" or _LIBRARY_PRODUCT.search(x.line):
+                total += times * _dot_flops(x, shapes)
+
+    for name, times in module.computations():
+        visit(name, times)
+    return total
+
+
+def _sizes(shape: str) -> list[int]:
+    """Returns the dimensions of the first array of a shape."""
+    return [int(size) for size in ARRAY.search(shape)[2].split(",") if size]
+
+
+def _dot_flops(x: Instruction, shapes: dict[str, str]) -> float:
+    left, contracted = _sizes(shapes[x.operands[0]]), _CONTRACTED.search(x.line)
+    axes = re.findall(r"\d+", contracted[1] or contracted[2] or "")
+    return 2.0 * math.prod(_sizes(x.shape)) * math.prod(left[int(axis)] for axis in axes)
+
+
+def _convolution_flops(x: Instruction, shapes: dict[str, str]) -> float:
+    """Returns the FLOPs of a convolution, as which libtpu writes products; padding has none."""
+    of_input, of_kernel, of_output = (
+        dict(zip(labels, _sizes(shape), strict=True))
+        for labels, shape in zip(
+            _DIM_LABELS.search(x.line).groups(), (*map(shapes.get, x.operands[:2]), x.shape)
+        )
+    )
+    match = _WINDOW.search(x.line)
+    window = dict(re.findall(r"(\w+)=(\S+)", match[1] if match else ""))
+
+    def settings(name: str, axis: int, default: str) -> list[int]:
+        parts = window.get(name, "").split("x")
+        return [int(n) for n in (parts[axis] if parts[0] else default).split("_")]
+
+    total = 2.0 * of_output["b"] * of_output["f"] * of_kernel["i"]
+    for axis in range(sum(label.isdigit() for label in of_kernel)):
+        label = str(axis)
+        (stride,), (low, *_) = settings("stride", axis, "1"), settings("pad", axis, "0_0")
+        (dilation,) = settings("lhs_dilate", axis, "1")
+        (spread,) = settings("rhs_dilate", axis, "1")
+        outputs, taps = range(of_output[label]), range(of_kernel[label])
+        last = (of_input[label] - 1) * dilation
+        places = (o * stride + w * spread - low for o in outputs for w in taps)
+        total *= sum(0 <= place <= last and place % dilation == 0 for place in places)
+    return total
 
 
 # The part of the argument in an instruction's result: nothing, its bytes as they are, or (inside a

@@ -143,3 +143,49 @@ def test_cycles_and_kernels_are_summed_over_the_program():
     assert hlo.estimated_cycles(module) == 120
     assert hlo.kernels(module) == {"lcjax_decode": 1}
     assert hlo.launches(module) == 4
+
+
+def test_products_in_loops_count_in_every_iteration():
+    def function(x, w):
+        def body(x, w):
+            return jnp.tanh(x @ w), None
+
+        return jax.lax.scan(body, x, w)[0] @ w[0].T
+
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((48, 80), (7, 80, 80)))
+    module = hlo.Module(jax.jit(function).lower(x, w).compile().as_text())
+    assert hlo.product_flops(module) == 8 * 2 * 48 * 80 * 80
+
+
+@pytest.mark.parametrize(
+    ("line", "flops"),
+    [
+        # Batches are a dimension of which each output reads one input.
+        (
+            "%y = f32[8,16,32] convolution(%a, %b), window={size=8 stride=7 pad=0_0 lhs_dilate=8},"
+            " dim_labels=0bf_0io->0bf",
+            2 * 8 * 16 * 32 * 64,
+        ),
+        # A true convolution: at the edges 2 of 3 taps are of the input.
+        (
+            "%y = f32[8,16,32] convolution(%a, %c), window={size=3 pad=1_1},"
+            " dim_labels=0bf_0io->0bf",
+            2 * 16 * 32 * 64 * (6 * 3 + 2 * 2),
+        ),
+        (
+            "%y = f32[16,8,16] dot(%a, %a), lhs_batch_dims={}, lhs_contracting_dims={0,2}",
+            2 * 16 * 8 * 16 * 8 * 64,
+        ),
+        (
+            '%y = (f32[16,8,16], s8[64]) custom-call(%a, %a), custom_call_target="__cublas$gemm",'
+            ' backend_config={"lhs_contracting_dimensions":["2"]}',
+            2 * 16 * 8 * 16 * 64,
+        ),
+        ('%y = f32[16] custom-call(%a), custom_call_target="tpu_custom_call"', 0),
+    ],
+    ids=["batches", "taps", "dot", "cublas", "kernel"],
+)
+def test_products_have_two_flops_for_each_pair_of_numbers(line, flops):
+    arguments = ("a = f32[8,16,64]", "b = f32[8,64,32]", "c = f32[3,64,32]")
+    lines = [f"%{x} parameter({i})" for i, x in enumerate(arguments)]
+    assert hlo.product_flops(entry(*lines, line)) == flops
