@@ -26,7 +26,7 @@ import numpy as np
 
 from lcjax.attention import AttentionMetadata
 from lcjax.cost import liveness
-from lcjax.models import Decoder, ModelConfig, head
+from lcjax.models import Decoder, ModelConfig, head, layer_groups
 from lcjax.models import cache as cache_lib
 from lcjax.models.experts import block_rows, max_blocks
 from lcjax.models.loss import cross_entropy
@@ -38,6 +38,7 @@ from lcjax.tree import nest, split, union
 from pallas_kernels import by_heads
 
 _SAMPLED_QUERIES = 256
+_SEPARATE = re.compile(r"layers_(\d+)/(.*)")  # parameters of a layer whose weights are separate
 _EXPERTS = re.compile(r"/mlp/experts/")
 _PROCESS = 600_000_000  # bytes of Python, JAX, a tokenizer and compilers on a CPU, measured
 _CPU_BUFFERS = 5  # XLA keeps as many times the activations of a layer on CPUs, measured
@@ -384,6 +385,7 @@ def training_memory(
     activations, host = _backward_bytes(
         *(config, sizes, rows_of_device(rows, sizes), length, context, trained), platform=platform
     )
+    activations += 0 if offload == "parameters" else _stacked_bytes(config, weights)
     # Fitted: with these bytes the estimates agree best with libtpu, which keeps parts of gradients
     # also in layouts that pad axes which many devices share.
     activations += gradients if platform == "tpu" else 0
@@ -400,6 +402,24 @@ def training_memory(
         host=host + sum(map(sum, (_offloadable_bytes(config, x).values() for x in offloaded))),
         activations=activations,
     )
+
+
+def _stacked_bytes(config: ModelConfig, weights: Mapping[str, int]) -> int:
+    """Returns the bytes of the copies of weights that scans over separate layers stack.
+
+    Layers of different kinds have separate weights, which a training step stacks
+    (`layer_groups.scan`), and which stay until the backward pass is done.
+    """
+    if config.stacked or not config.scan_layers:
+        return 0
+    layers: list[dict] = [{} for _ in range(config.num_layers)]
+    sizes = [0] * config.num_layers
+    for path, leaf in parameter_shapes(config).items():
+        if match := _SEPARATE.match(path):
+            layers[int(match[1])][match[2]] = leaf
+            sizes[int(match[1])] += weights[path]
+    groups = layer_groups.group_layers(layers, config.kind_by_layer)
+    return sum(sizes[index] for scanned, _ in groups if len(scanned) > 1 for index in scanned)
 
 
 def _platform(mesh: Mesh | jax.sharding.Mesh) -> str:

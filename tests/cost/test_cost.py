@@ -381,6 +381,7 @@ def test_the_cache_of_layers_that_differ_is_the_one_that_is_created():
     assert found.cache == sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers))
 
 
+ONE = Mesh(fsdp=1).shape
 DELTA = GatedDeltaNet(key_heads=3, value_heads=6, key_dim=16, value_dim=24)
 
 
@@ -420,6 +421,23 @@ def test_devices_share_the_heads_of_values_that_they_divide(devices, heads):
         Mesh(fsdp=1, tensor=devices).shape,
     )
     assert [layer.mixer for layer, _ in local.layer_counts] == [part, None]
+
+
+def test_scans_over_separate_layers_copy_their_weights():
+    def copied_and_all(config):
+        sizes = {path: size for path, (_, size) in cost.resources.per_device(config, ONE).items()}
+        layers = sum(size for path, size in sizes.items() if path.startswith("layers"))
+        return cost.resources._stacked_bytes(config, sizes), layers
+
+    kinds = LayerKind(3, Sliding(8)), LayerKind()
+    config = preset("tiny").replace(num_layers=7, layers=kinds)
+    copied, layers = copied_and_all(config)  # 3, and 3 after the other one
+    assert copied == layers * 6 / 7
+    copied, layers = copied_and_all(config.replace(num_layers=8))  # two periods
+    assert copied == layers
+    pair = config.replace(num_layers=2, layers=(LayerKind(1, Sliding(8)), LayerKind()))
+    for alone in (pair, config.replace(layers=()), config.replace(scan_layers=False)):
+        assert copied_and_all(alone)[0] == 0
 
 
 def test_an_update_on_a_gpu_holds_the_state_twice():
