@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,12 @@ def test_each_library_is_used_in_its_place_only(file):
 def test_scripts_only_start_the_library(script):
     assert len(script.read_text().splitlines()) <= 40
     assert tops(imports(ast.parse(script.read_text()))) == {"sys", "lcjax"}
+
+
+def test_names_of_test_files_differ():
+    """Folders of tests are no packages, so pytest imports only one file of each name."""
+    names = Counter(file.name for file in (ROOT / "tests").rglob("*.py"))
+    assert [name for name, count in names.items() if count > 1 and name != "conftest.py"] == []
 
 
 def test_no_file_names_a_machine_or_leaves_work_undone():
