@@ -574,7 +574,8 @@ def _block_products(x, w, sizes, *, block, traced_count, transpose):
         y = jnp.where(owner < count, y, 0)
         return lax.dynamic_update_slice_in_dim(out, y, index * block, 0)
 
-    out = jnp.zeros((x.shape[0], width), x.dtype)
+    # Else XLA for GPUs makes the zeros of all layers at once, when the program starts.
+    x, out = lax.optimization_barrier((x, jnp.zeros((x.shape[0], width), x.dtype)))
     return lax.fori_loop(0, _num_blocks(x, sizes, block, traced_count), multiply, out)
 
 
