@@ -3,6 +3,7 @@
     python benchmarks/tpu_bundles.py [--generations v4 v5e v5p v6e] [--cases causal window ...]
     python benchmarks/tpu_bundles.py --others  # decoding, Landmark attention, gated delta rule
     python benchmarks/tpu_bundles.py --others "gated delta rule" --generations v5e
+    python benchmarks/tpu_bundles.py --xla  # estimates of the gated delta rule by XLA
 
 A TPU issues one bundle of instructions per cycle, and libtpu (extra `aot`) can write the schedule
 that it compiles. The table has the bundles of the code that runs once per visited pair of blocks,
@@ -90,10 +91,17 @@ def main() -> None:
     parser.add_argument("--generations", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--others", nargs="*", choices=OTHERS, help="kernels without a peer")
+    parser.add_argument("--xla", action="store_true", help="estimates of the XLA form beside these")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         compile_side(*arguments.worker)
+        return
+    if arguments.xla:
+        print("| chip | gated delta rule by XLA | estimated cycles | bytes |")
+        print("|---|---|---|---|")
+        for generation in arguments.generations:
+            print(xla_rows(generation), flush=True)
         return
     if arguments.others is not None:
         print("| case | chip | kernel | step | bundles |")
@@ -133,6 +141,45 @@ def other_rows(case: str, generation: str) -> str:
         for name, parts in kernels.items()
         if name in sizes
     )
+
+
+def xla_rows(generation: str) -> str:
+    """Returns table rows of the XLA form of the gated delta rule, for a token and head.
+
+    One chunk, so that no operation runs several times. Cycles are the sum of the compiler's
+    estimates for its operations, bytes what these read and write together.
+    """
+    from lcjax.cost.compilers import TPU_ENVIRONMENT
+
+    os.environ |= TPU_ENVIRONMENT | {"JAX_PLATFORMS": "cpu"}
+    import jax
+    from jax.experimental import topologies
+
+    from pallas_kernels import gated_delta_rule
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
+    place = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    tokens, heads = 64, 32
+    shape = 1, tokens, heads
+    x = jax.ShapeDtypeStruct((*shape, 128), "bfloat16", sharding=place)
+    gate = jax.ShapeDtypeStruct(shape, "float32", sharding=place)
+
+    def forward(*x):
+        return gated_delta_rule(*x, implementation="xla")[0]
+
+    def gradients(d_out, *x):
+        return jax.vjp(forward, *x)[1](d_out)
+
+    inputs, rows = (x, x, x, gate, gate), []
+    for name, function, arrays in (("forward", forward, ()), ("both passes", gradients, (x,))):
+        lowered = jax.jit(function).trace(*arrays, *inputs).lower(lowering_platforms=("tpu",))
+        program = lowered.compile()
+        text, cost = program.as_text(), program.cost_analysis()
+        assert " while(" not in text
+        cycles = sum(map(int, re.findall(r'estimated_cycles":"(\d+)"', text)))
+        per_token = [x / tokens / heads for x in (cycles, cost["bytes accessed"])]
+        rows.append(f"| {generation} | {name} | {per_token[0]:.1f} | {per_token[1]:,.0f} |")
+    return "\n".join(rows)
 
 
 def compiled(case: str, generation: str, side: str) -> tuple[dict, dict[str, list[Region]]]:

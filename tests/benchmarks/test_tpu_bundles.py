@@ -37,9 +37,13 @@ def test_bundles_of_the_visited_blocks_do_not_grow(case, generation, forward, ba
     [
         ("one query, heads of 64", {"lcjax_decode": 525}),
         ("Landmark, blocks of 64", {"lcjax_landmark_forward": 4403, "lcjax_landmark_d_all": 5416}),
+        (
+            "gated delta rule",
+            {"lcjax_delta_rule_forward": 6898, "lcjax_delta_rule_backward": 12347},
+        ),
     ],
 )
-def test_bundles_of_decoding_and_landmark_do_not_grow(case, expected):
+def test_bundles_of_kernels_without_a_peer_do_not_grow(case, expected):
     _, kernels = tpu_bundles.compiled(case, "v5e", "ours")
     for name, bundles in expected.items():
         largest = max(region.bundles for region in kernels[name])
