@@ -16,11 +16,11 @@ results to cache.json; a case of `memory` or `quality` that is there is not repe
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 import statistics
 import sys
@@ -28,6 +28,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import pages
 import processes
 
 FILE = Path(__file__).with_name("cache.json")
@@ -370,12 +371,8 @@ TABLES = {"memory": memory_table, "speed": speed_table, "quality": quality_table
 def filled(page: str) -> str:
     """Returns the page with the tables of its blocks as the results are."""
     results = json.loads(FILE.read_text())
-
-    def block(match: re.Match) -> str:
-        return f"{match[1]}\n{TABLES[match[2]](results)}\n{match[3]}"
-
-    pattern = re.compile(r"(<!-- cache: (\w+) -->)\n.*?(<!-- end -->)", re.DOTALL)
-    return pattern.sub(block, page)
+    tables = {name: functools.partial(table, results) for name, table in TABLES.items()}
+    return pages.filled(page, "cache", tables)
 
 
 def tables(args: argparse.Namespace) -> None:

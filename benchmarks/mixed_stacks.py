@@ -14,10 +14,10 @@ import argparse
 import itertools
 import json
 import math
-import re
 import sys
 from pathlib import Path
 
+import pages
 import processes
 
 FILE = Path(__file__).with_name("mixed_stacks.json")
@@ -147,14 +147,6 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _write(text: str) -> None:
-    """Puts the table between the marks in the page."""
-    marks = re.compile(r"(<!-- mixed stacks -->\n).*?(<!-- end of mixed stacks -->)", re.DOTALL)
-    page, count = marks.subn(lambda match: f"{match[1]}{text}\n{match[2]}", PAGE.read_text())
-    assert count == 1, f"{PAGE} has {count} places for this table"
-    PAGE.write_text(page)
-
-
 def _measure_all(args: argparse.Namespace) -> None:
     for name in args.models:
         for topology in args.topologies:
@@ -188,7 +180,8 @@ def main() -> None:
         text = table()
         print(text)
         if args.write:
-            _write(text)
+            page = pages.filled(PAGE.read_text(), "mixed_stacks", {"estimates": lambda: text})
+            PAGE.write_text(page)
 
 
 if __name__ == "__main__":

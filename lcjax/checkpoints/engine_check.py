@@ -153,8 +153,7 @@ def check_config(
 
 def _mixers(config: ModelConfig) -> list[str]:
     """Returns the types of the mixers of layers without attention."""
-    mixers = {layer.mixer for layer, _ in config.layer_counts} - {None}
-    return sorted({Mixer.get_choice_name(type(mixer)) for mixer in mixers})
+    return sorted({Mixer.get_choice_name(type(mixer)) for mixer in config.mixers})
 
 
 def _row(engine: Facts, problems: list[Problem], difference: float | None) -> Row:

@@ -741,7 +741,7 @@ def _expert_differences(config: ModelConfig, family: Family) -> list[str]:
 
 def _mixer_differences(config: ModelConfig, family: Family) -> list[str]:
     """Lists mixers of layers, unless all are one that the keys of the family describe."""
-    mixers = {layer.mixer for layer, _ in config.layer_counts} - {None}
+    mixers = config.mixers
     names = {field for key in family.mixer for field in key.fields}
     fits = len(mixers) == 1 and all(
         field.name in names

@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from lcjax.attention import Causal, DualChunk, Landmark
@@ -164,7 +165,7 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
 
     check_types(hf, where, FAMILY_TYPES)
     family, heads = FAMILIES[kind], get("num_attention_heads")
-    if family.default_rope and not (hf.get("rope_scaling") or hf.get("rope_parameters")):
+    if family.default_rope and not _rope_section(hf):
         hf = hf | {"rope_parameters": dict(family.default_rope)}
     length = get("max_position_embeddings")
     if family.experts and "intermediate_size" not in hf and "moe_intermediate_size" in hf:
@@ -228,7 +229,7 @@ def trained_for(config: ModelConfig, length: int) -> ModelConfig:
 
 def _query_scale(hf: dict[str, Any], rope: Rope, where: str) -> dict[str, Any]:
     """Returns the fields of queries that are scaled by their position."""
-    section = hf.get("rope_scaling") or hf["rope_parameters"]
+    section = _rope_section(hf)
     scale = section.get("llama_4_scaling_beta")
     length = section.get("original_max_position_embeddings")
     if (section.get("rope_type") or section.get("type")) in ("yarn", "llama3", "longrope"):
@@ -385,10 +386,8 @@ def _mixer(hf: dict[str, Any], family: Family, where: str) -> GatedDeltaNet | No
 def _ropes(hf: dict[str, Any], family: Family, where: str) -> tuple[Rope, Rope | None]:
     """Returns the rope of the model, and that of layers with a window; None: the same rope."""
     length, theta = hf.get(_MAX_LENGTH, hf["max_position_embeddings"]), family.theta
-    if family.unrotated_layers == "null theta":
-        section = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-        if section.get("rope_theta", hf.get("rope_theta", theta)) is None:
-            return NoRotation(), None
+    if family.unrotated_layers == "null theta" and _stated_theta(hf, theta) is None:
+        return NoRotation(), None
     if family.static_alpha:
         hf = _with_static_alpha(hf, theta)
     if family.local_theta is None:
@@ -422,6 +421,16 @@ def _ropes(hf: dict[str, Any], family: Family, where: str) -> tuple[Rope, Rope |
     return rope.resolve(theta=theta, length=length), local
 
 
+def _rope_section(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the section of the rope, of which transformers prefers the older one."""
+    return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+
+
+def _stated_theta(hf: Mapping[str, Any], theta: float) -> float | None:
+    """Returns the base that a config states, which may be null, or `theta` if it states none."""
+    return _rope_section(hf).get("rope_theta", hf.get("rope_theta", theta))
+
+
 def _ropes_by_theta(
     hf: dict[str, Any], rope: Rope, types: list[str], where: str
 ) -> tuple[Rope, list[Rope | None]]:
@@ -436,8 +445,7 @@ def _ropes_by_theta(
       types: the type of each layer.
       where: names the config in errors.
     """
-    section = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    whole = section.get("rope_theta", hf.get("rope_theta", rope.theta))
+    whole = _stated_theta(hf, rope.theta)
     thetas = hf.get("layer_rope_theta", [whole] * len(types))
     if len(thetas) != len(types):
         raise InputError(
@@ -467,13 +475,11 @@ def _with_static_alpha(hf: dict[str, Any], theta: float) -> dict[str, Any]:
       hf: the config.
       theta: the base if the config states none.
     """
-    section = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    section = _rope_section(hf)
     kind, alpha = section.get("rope_type") or section.get("type"), section.get("alpha")
     if kind != "dynamic" or not alpha:
         return hf
-    stated = {"rope_type": kind, "alpha": alpha} | {
-        "rope_theta": section.get("rope_theta", hf.get("rope_theta", theta))
-    }
+    stated = {"rope_type": kind, "alpha": alpha, "rope_theta": _stated_theta(hf, theta)}
     head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     theta, alpha = hf_number(stated, "rope_theta"), hf_number(stated, "alpha")
     theta = ntk_theta(theta, alpha, head_dim)
@@ -704,10 +710,9 @@ def _rotations(config: ModelConfig) -> list[Rope]:
 def _layers_to_hf(config: ModelConfig, family: Family, kind: str) -> dict[str, Any]:
     """Returns the keys for layers with a window or a mixer, and for those that do not rotate."""
     layers = [config.layer(index) for index in range(config.num_layers)]
-    mixer = next((layer.mixer for layer in layers if layer.mixer is not None), None)
     if family.mixer:
         fields = {"layer_types": [FULL if x.mixer is None else LINEAR for x in layers]}
-        if mixer is not None:
+        for mixer in config.mixers:  # a family describes one
             fields |= {key.name: getattr(mixer, key.fields[0]) for key in family.mixer}
         return fields
     if family.windows == "none":

@@ -111,10 +111,9 @@ def state_exchange(
     computes its results again, and sends as much for its gradient. The tokens after wait for it.
     Arguments are those of `context_exchanges`.
     """
-    mixers = [layer.mixer for layer, _ in config.layer_counts if layer.mixer is not None]
-    if not mixers:
+    if not config.mixers:
         return None
-    sent = max((mixer.exchanged() for mixer in mixers), key=lambda x: x.size)
+    sent = max((mixer.exchanged() for mixer in config.mixers), key=lambda x: x.size)
     heads, *rest = sent.shape
     size = resources.divided(heads, mesh.shape["tensor"]) * math.prod(rest) * sent.dtype.itemsize
     size *= resources.rows_of_device(rows, mesh.shape)

@@ -20,54 +20,56 @@ def layer_lines(config: ModelConfig, length: int) -> list[str]:
       config: the model.
       length: tokens of the text whose cache is counted.
     """
+    shape = cache_lib.layer_shape(config)
+    caches = []  # of each layer: its slots and bytes after the text
+    for kind in cache_lib.layer_caches(config):
+        kind, slots = kind.after_prompt(length)
+        arrays = kind.arrays(shape, slots).values()
+        caches.append((slots, sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)))
     memory = config.memory
     reads = itertools.repeat(False) if memory is None else memory.reader_layers(config.num_layers)
     groups: dict[tuple[int, bool], list[int]] = {}
     for layer, kind in enumerate(zip(config.kind_by_layer, reads)):
         groups.setdefault(kind, []).append(layer)
-    return [
-        f"layers {_ranges(layers)} ({len(layers)}): {_layer(config, layers, length, reads)}"
-        for (_, reads), layers in groups.items()
-    ]
+    lines = []
+    for (_, reads), layers in groups.items():
+        layer = config.layer(layers[0])
+        held = _cache(layer, [caches[i] for i in layers], length)
+        parts = [*_mixing(layer), held]
+        if layer.experts is not None:
+            parts.append(f"{layer.experts.top_k} of {layer.experts.count} experts")
+        if memory is not None:
+            parts.append("reads the context" if reads else "does not read the context")
+        lines.append(f"layers {_ranges(layers)} ({len(layers)}): {'; '.join(parts)}")
+    return lines
 
 
-def _layer(config: ModelConfig, layers: Sequence[int], length: int, reads: bool) -> str:
-    """Returns what `layers`, which are alike, have in common."""
-    layer = config.layer(layers[0])
-    if layer.mixer is None:
-        parts = [
-            f"{layer.num_heads} heads over {layer.num_kv_heads} of {layer.head_dim}",
-            _described(layer.pattern),
-            layer.rope.describe() if layer.position == "rope" else f"{layer.position} positions",
-            _cache(config, layers, length),
-        ]
-    else:
-        parts = [_described(layer.mixer), "no pattern, position or cache policy applies"]
-        parts.append(_cache(config, layers, length))
-    if layer.experts is not None:
-        parts.append(f"{layer.experts.top_k} of {layer.experts.count} experts")
-    if config.memory is not None:
-        parts.append("reads the context" if reads else "does not read the context")
-    return "; ".join(parts)
+def _mixing(layer: ModelConfig) -> list[str]:
+    """Returns how a layer mixes tokens: by attention, with its mask and positions, or a mixer."""
+    if layer.mixer is not None:
+        return [_described(layer.mixer), "no pattern, position or cache policy applies"]
+    heads = f"{layer.num_heads} heads over {layer.num_kv_heads} of {layer.head_dim}"
+    is_rotated = layer.position == "rope"
+    positions = layer.rope.describe() if is_rotated else f"{layer.position} positions"
+    return [heads, _described(layer.pattern), positions]
 
 
-def _cache(config: ModelConfig, layers: Sequence[int], length: int) -> str:
-    """Returns what `layers` hold of a text of `length` tokens, and by which policy."""
-    kinds, shape = cache_lib.layer_caches(config), cache_lib.layer_shape(config)
-    ends = [kinds[layer].after_prompt(length) for layer in layers]
-    size = sum(
-        math.prod(array.shape) * array.dtype.itemsize
-        for kind, slots in ends
-        for array in kind.arrays(shape, slots).values()
-    )
-    slots = sorted({slots for _, slots in ends})
-    held = f"{slots[0]:,} to {slots[-1]:,}" if len(slots) > 1 else f"{slots[0]:,}"
-    text = f"cache of {held} of {length:,} tokens" if slots[-1] else "a state of fixed size"
-    layer = config.layer(layers[0])
-    if config.cache is not None and layer.mixer is None:
+def _cache(layer: ModelConfig, caches: Sequence[tuple[int, int]], length: int) -> str:
+    """Returns what layers like `layer` hold of a text, and by which policy.
+
+    Args:
+      layer: one of the layers.
+      caches: slots and bytes of each of them.
+      length: tokens of the text.
+    """
+    slots, sizes = zip(*caches, strict=True)
+    least, most, size = min(slots), max(slots), sum(sizes)
+    held = f"{least:,} to {most:,}" if least < most else f"{most:,}"
+    text = f"cache of {held} of {length:,} tokens" if most else "a state of fixed size"
+    if layer.cache is not None and layer.mixer is None:
         plain = cache_lib.layer_cache(layer.replace(cache=None))
+        name = layer.cache.get_choice_name(type(layer.cache))
         applies = cache_lib.layer_cache(layer) != plain
-        name = config.cache.get_choice_name(type(config.cache))
         text += f" by {name}" if applies else f", to which {name} does not apply"
     return f"{text}, {size / 1e9:.3g} GB a text"
 

@@ -260,10 +260,7 @@ class Norm(nn.Module):
         variance = jnp.square(wide).mean(axes, keepdims=True)
         shape = shape if self.heads is None else (self.heads, *shape)
         y = wide * jax.lax.rsqrt(variance + config.norm_epsilon)
-        if config.norm_plus_one:
-            y = y * (1 + self.param("scale", nn.initializers.zeros, shape, dtype).astype(y.dtype))
-        else:
-            y = y * self.param("scale", nn.initializers.ones, shape, dtype)
+        y = y * _norm_scale(self, config, shape)
         if config.norm == "layer" and config.norm_bias:
             y = y + self.param("bias", nn.initializers.zeros, shape, dtype)
         return y.astype(config.compute_dtype()).reshape(x.shape)
@@ -277,10 +274,14 @@ class NormScale(nn.Module):
 
     @nn.compact
     def __call__(self) -> Float[Array, " H"]:
-        plus_one, dtype = self.config.norm_plus_one, jnp.dtype(self.config.param_dtype)
-        init = nn.initializers.zeros if plus_one else nn.initializers.ones
-        scale = self.param("scale", init, (self.size,), dtype).astype(jnp.float32)
-        return 1 + scale if plus_one else scale
+        return _norm_scale(self, self.config, (self.size,))
+
+
+def _norm_scale(module: nn.Module, config: ModelConfig, shape: tuple[int, ...]) -> jax.Array:
+    """Creates the scales of a norm in `module`, and returns what it multiplies by, in float32."""
+    init = nn.initializers.zeros if config.norm_plus_one else nn.initializers.ones
+    scale = module.param("scale", init, shape, jnp.dtype(config.param_dtype)).astype(jnp.float32)
+    return 1 + scale if config.norm_plus_one else scale
 
 
 class Projections(nn.Module):

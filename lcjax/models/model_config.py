@@ -412,6 +412,12 @@ class ModelConfig:
         return tuple(dict.fromkeys(kind.pattern or self.pattern for kind in kinds))
 
     @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The distinct mixers of the layers without attention."""
+        mixers = (layer.mixer for layer, _ in self.layer_counts)
+        return tuple(dict.fromkeys(mixer for mixer in mixers if mixer is not None))
+
+    @property
     def is_position_based(self) -> bool:
         """Whether order indices alone decide visibility in all layers (`Pattern`)."""
         return all(pattern.is_position_based for pattern in self.patterns)

@@ -4,9 +4,9 @@ import gguf
 import jax
 import numpy as np
 import pytest
+from family_models import MODELS, YARN, hf_model
 from gguf import GGMLQuantizationType as Kind
 from gguf_support import convert
-from test_families import MODELS, YARN, hf_model
 
 from lcjax import LanguageModel
 from lcjax.checkpoints import ByteTokenizer, gguf_file, load, load_config
@@ -18,7 +18,7 @@ from lcjax.rope import Default, LongRope, NoRotation, Yarn
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-# Changes of a model of test_families to what a file of its architecture can say: the scale of
+# Changes of a model of family_models to what a file of its architecture can say: the scale of
 # attention is not stored, and a head of Granite and Phi-3 has the width over the heads.
 CASES = {
     "llama": ("llama", {}),

@@ -52,7 +52,7 @@ def test_the_released_encoder_loads_its_bias_under_both_names(tmp_path, torch):
 
 
 def test_bfloat16_bits_are_those_of_torch(tmp_path, torch):
-    from test_families import hf_model
+    from family_models import hf_model
 
     model = hf_model("llama").bfloat16()
     model.save_pretrained(tmp_path)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from convert_support import assert_same
-from test_families import hf_model
+from family_models import hf_model
 
 from lcjax.checkpoints import ByteTokenizer, load, save_hf
 from lcjax.errors import InputError

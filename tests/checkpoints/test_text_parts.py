@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from test_families import SIZES, YARN
+from family_models import SIZES, YARN
 
 from lcjax import LanguageModel
 from lcjax.checkpoints import ByteTokenizer, config_from_hf, config_to_hf, save_hf

@@ -164,3 +164,32 @@ def test_a_target_that_is_no_token_counts_nothing_where_its_weight_is_zero():
         changed[0, 3] = ignored
         got = both(hidden, changed)
         jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_scaled_and_capped_logits_are_those_of_autodiff(tied):
+    keys = jax.random.split(jax.random.key(0), 4)
+    hidden = jax.random.normal(keys[0], (2, 7, 8))
+    kernel = jax.random.normal(keys[1], (11, 8) if tied else (8, 11))
+    targets = jax.random.randint(keys[2], (2, 7), 0, 11)
+    weights = jax.random.uniform(keys[3], (2, 7))
+
+    def projected(kernel):
+        return Projection(kernel, None, tied, 0.7, 1.5)
+
+    def fused(hidden, kernel):
+        return cross_entropy(hidden, projected(kernel), targets, weights, chunk=3)[0]
+
+    def plain(hidden, kernel):
+        logits = 1.5 * jnp.tanh(hidden @ (kernel.T if tied else kernel) * 0.7 / 1.5)
+        nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
+        return (weights * nll).sum()
+
+    np.testing.assert_allclose(fused(hidden, kernel), plain(hidden, kernel), rtol=1e-6)
+    for mine, expected in zip(
+        jax.grad(fused, (0, 1))(hidden, kernel), jax.grad(plain, (0, 1))(hidden, kernel)
+    ):
+        np.testing.assert_allclose(mine, expected, atol=1e-6)
+    nll = token_nll(hidden, projected(kernel), targets, chunk=3)
+    np.testing.assert_allclose((weights * nll).sum(), plain(hidden, kernel), rtol=1e-6)

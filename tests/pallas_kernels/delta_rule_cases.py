@@ -94,6 +94,17 @@ def oracle(kind, per_channel, is_packed, t=T):
         return both(run, inputs(kind, per_channel, t), jnp.float64)
 
 
+@functools.cache
+def weak_after_strong():
+    """Inputs with weak decays after a strong one, and their results by the recurrence."""
+    arrays = [np.asarray(x) for x in inputs(b=1, t=64)]
+    arrays[3] = np.full_like(arrays[3], -0.01)
+    arrays[3][:, 3] = -1e5
+    with jax.enable_x64(True):
+        run = functools.partial(recurrence, segments=jnp.ones((1, 64), int))
+        return arrays, both(run, arrays, jnp.float64)
+
+
 def rule(is_packed=False, **options):
     segments = jnp.asarray(SEGMENTS) if is_packed else None
 

@@ -20,8 +20,8 @@ from delta_rule_cases import (
     layout,
     on_one_device,
     oracle,
-    recurrence,
     rule,
+    weak_after_strong,
     wide,
 )
 from jax.sharding import AxisType
@@ -71,12 +71,7 @@ def test_a_decay_of_minus_infinity_forgets_all():
 
 def test_weak_decays_after_a_strong_one_keep_their_digits():
     """A difference of sums from the chunk's start would round them to multiples of 2^-7."""
-    arrays = [np.asarray(x) for x in inputs(b=1, t=64)]
-    arrays[3] = np.full_like(arrays[3], -0.01)
-    arrays[3][:, 3] = -1e5
-    with jax.enable_x64(True):
-        run = functools.partial(recurrence, segments=jnp.ones((1, 64), int))
-        expected = both(run, arrays, jnp.float64)
+    arrays, expected = weak_after_strong()
     assert_agree(both(rule(), arrays, jnp.float32), expected)
 
 

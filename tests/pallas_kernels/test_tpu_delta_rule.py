@@ -18,6 +18,7 @@ from delta_rule_cases import (
     recurrence,
     register_interpreted,
     rule,
+    weak_after_strong,
     wide,
 )
 from jax.experimental.pallas import tpu as pltpu
@@ -91,13 +92,10 @@ def test_any_length_equals_the_recurrence(t):
 
 @pytest.mark.slow
 def test_a_decay_of_minus_infinity_forgets_all_and_weak_ones_after_it_keep_their_digits():
-    arrays = [np.asarray(x) for x in inputs(b=1, t=64)]
-    arrays[3] = np.full_like(arrays[3], -0.01)
-    arrays[3][:, 3] = -1e5
-    with jax.enable_x64(True):
-        run = functools.partial(recurrence, segments=jnp.ones((1, 64), int))
-        expected = both(run, arrays, jnp.float64)
-    arrays[3][:, 3] = -np.inf
+    arrays, expected = weak_after_strong()
+    log_decay = arrays[3].copy()
+    log_decay[:, 3] = -np.inf
+    arrays = [*arrays[:3], log_decay, *arrays[4:]]
     actual = both(by_kernels(), arrays, F32)
     assert_agree(actual, expected)
     assert not np.any(actual[2][3][:, 3])
