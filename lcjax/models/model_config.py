@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import difflib
+import functools
 import itertools
 import operator
 from collections.abc import Sequence
@@ -349,13 +350,14 @@ class ModelConfig:
 
     # Layers that differ
 
-    @property
+    # Asked for layer by layer in stacks of any depth, so computed once for a config.
+    @functools.cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The distinct kinds of layers; a single one if all layers are equal."""
         kinds = (dataclasses.replace(kind, repeat=1) for kind in self.layers)
         return tuple(dict.fromkeys(kinds)) or (LayerKind(),)
 
-    @property
+    @functools.cached_property
     def kind_by_layer(self) -> tuple[int, ...]:
         """The index in `kinds` of each layer."""
         numbers = {kind: number for number, kind in enumerate(self.kinds)}
@@ -373,9 +375,14 @@ class ModelConfig:
         experts = None if kind.dense else self.experts
         return self.replace(**chosen, experts=experts, layers=())
 
+    @functools.cached_property
+    def _by_kind(self) -> tuple["ModelConfig", ...]:
+        """The config of each of `kinds`."""
+        return tuple(self.of_kind(kind) for kind in self.kinds)
+
     def layer(self, index: int) -> "ModelConfig":
         """Returns a config in which all layers are as layer `index`."""
-        return self.of_kind(self.kinds[self.kind_by_layer[index]]) if self.layers else self
+        return self._by_kind[self.kind_by_layer[index]] if self.layers else self
 
     def kinds_with(self, layers: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
         """Returns kinds of layers with the patterns and ropes of `layers`.
@@ -431,7 +438,7 @@ class ModelConfig:
     def layer_counts(self) -> list[tuple["ModelConfig", int]]:
         """The config of each kind of layers, and its number of layers."""
         counts = collections.Counter(self.kind_by_layer)
-        return [(self.of_kind(self.kinds[kind]), count) for kind, count in counts.items()]
+        return [(self._by_kind[kind], count) for kind, count in counts.items()]
 
     def check_scores(self) -> None:
         """Raises an InputError if losses are meaningless in some layer (`Pattern.is_causal`)."""
