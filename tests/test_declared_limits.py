@@ -24,7 +24,7 @@ from lcjax.errors import (
     check_fields,
     declared_limits,
 )
-from lcjax.models import preset
+from lcjax.models import ModelConfig, preset
 
 
 @functools.cache
@@ -140,7 +140,9 @@ FIELDS = {
     "Landmarks": {"token": 3},
     "LengthLimit": {"max_tokens": 8, "on_long": "cut", "name": "passages"},
     "Method": {"name": "x"},
-    "ModelConfig": vars(preset("tiny")),
+    "ModelConfig": {
+        field.name: getattr(preset("tiny"), field.name) for field in dataclasses.fields(ModelConfig)
+    },
     "PrepareConfig": {"path": "text"},
     "Rate": {"rule": "rope", "factor": 2.0},
     "RunFolder": {"folder": "runs"},
