@@ -8,7 +8,7 @@ machine reach less, and a message takes some microseconds at least, so these are
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -77,6 +77,8 @@ def context_exchanges(
 ) -> list[Exchange]:
     """Returns the exchanges of layers with attention that the heads allow, one per strategy.
 
+    Of layers that differ it is the mean.
+
     Attention waits for exchanged heads, for gathered keys, and in a ring for what takes longer to
     send than the products with the keys of a hop take, with `mfu` of the peak, and for the return
     of the gradients of keys and values. Bytes are those of `pallas_kernels.sharded`.
@@ -98,8 +100,22 @@ def context_exchanges(
         except InputError:
             continue  # heads that cannot be shared
         if method != "usp" or plan.group < mesh.shape[LENGTH]:  # else it is all_to_all
-            predicted.append(_exchange(config, mesh.shape, links, plan, length, rows, mfu))
+            arguments = mesh.shape, links, plan, length, rows, mfu
+            predicted.append(_mean_exchange(config, *arguments))
     return predicted
+
+
+def _mean_exchange(config: ModelConfig, *arguments: Any) -> Exchange:
+    """Returns the mean exchange of a layer with attention; `arguments` are those of `_exchange`."""
+    counts = [(layer, count) for layer, count in config.layer_counts if layer.mixer is None]
+    counts = counts or [(config, 1)]
+    total = sum(count for _, count in counts)
+    each = [(_exchange(layer, *arguments), count) for layer, count in counts]
+    sums = (
+        sum(count * exchange[field] for exchange, count in each) / total
+        for field in range(2, len(Exchange._fields))
+    )
+    return Exchange(*each[0][0][:2], *sums)
 
 
 def state_exchange(
@@ -125,7 +141,7 @@ def state_exchange(
 
 
 def _exchange(config, sizes, links: "_Links", plan, length: int, rows: int, mfu: float) -> Exchange:
-    """Returns the exchange of a layer under the strategy `plan`."""
+    """Returns the exchange of a layer with this config under the strategy `plan`."""
     devices, tensor, size = sizes[LENGTH], sizes["tensor"], config.compute_dtype().itemsize
     tokens = resources.rows_of_device(rows, sizes) * length // devices
     heads, keys = (resources.divided(n, tensor) for n in (config.num_heads, config.num_kv_heads))
@@ -135,8 +151,7 @@ def _exchange(config, sizes, links: "_Links", plan, length: int, rows: int, mfu:
     keys = math.lcm(keys, group)
     queries, pair = (n * config.head_dim * tokens * size for n in (heads, 2 * keys))
     gradients = 4 * pair / size  # float32
-    seen = resources.visible_keys(config, length) * config.num_layers  # 0 without attention
-    seen /= max(1, num_with_attention(config))
+    seen = resources.visible_keys(config, length)  # 0 without attention
     products = 4 * heads * config.head_dim * seen * tokens
     attention = products / (links.topology.chip.peak * mfu)
     hops = devices // group - 1 if plan.method in ("ring", "usp") else 0

@@ -20,11 +20,10 @@ def layer_lines(config: ModelConfig, length: int) -> list[str]:
       config: the model.
       length: tokens of the text whose cache is counted.
     """
-    shape = cache_lib.layer_shape(config)
     caches = []  # of each layer: its slots and bytes after the text
-    for kind in cache_lib.layer_caches(config):
+    for number, kind in enumerate(cache_lib.layer_caches(config)):
         kind, slots = kind.after_prompt(length)
-        arrays = kind.arrays(shape, slots).values()
+        arrays = kind.arrays(cache_lib.layer_shape(config.layer(number)), slots).values()
         caches.append((slots, sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)))
     memory = config.memory
     reads = itertools.repeat(False) if memory is None else memory.reader_layers(config.num_layers)

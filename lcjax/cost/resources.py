@@ -112,37 +112,46 @@ def estimate(
         flops = 2 * _active(config, path, size) * uses if product else 0
         matmul += flops
         weight_gradients += flops if trained(path) else 0
-    per_pair = 4 * config.num_heads * config.head_dim  # one product for the logits, one for values
     return Cost(
         parameters=parameters,
         active_parameters=active_parameters,
         trained_parameters=trained_parameters,
         parameter_bytes=nbytes,
         matmul_flops=matmul,
-        attention_flops=config.num_layers * per_pair * visible_keys(config, length)
-        + mixer_flops(config)
-        + context_flops.attention,
+        attention_flops=attention_flops(config, length) + context_flops.attention,
         weight_gradient_flops=weight_gradients,
         idle_flops=context_flops.idle,
         kv_cache_bytes=cache_bytes(config, length),
     )
 
 
-def mixer_flops(config: ModelConfig) -> float:
-    """Returns forward FLOPs of a token in layers without attention, products with weights aside."""
-    return sum(count * layer.mixer.flops() for layer, count in config.layer_counts if layer.mixer)
+def attention_flops(config: ModelConfig, length: int, last: int | None = None) -> float:
+    """Returns forward FLOPs of a token in attention and mixers, products with weights aside.
+
+    A query and a key that it sees have a product for the logit and one for the value. Arguments are
+    those of `keys_by_layer`.
+    """
+    flops = 0.0
+    for number, keys in enumerate(keys_by_layer(config, length, last)):
+        layer = config.layer(number)
+        mixer = layer.mixer
+        flops += mixer.flops() if mixer else 4 * layer.num_heads * layer.head_dim * keys
+    return flops
 
 
-def cache_bytes(config: ModelConfig, length: int) -> int:
+def cache_bytes(config: ModelConfig, length: int, tensor: int = 1) -> int:
     """Returns the bytes that all layers hold of one sequence, at the end of its prompt.
 
     They are those of the tokens that stay, and of what the kinds of cache hold beside them
     (`LayerCache.arrays`). Empty slots for later tokens are not counted. Where heads keep different
-    numbers of tokens, each has the slots that its layer gives it.
+    numbers of tokens, each has the slots that its layer gives it. `tensor` devices share the heads;
+    the bytes are those on one of them.
     """
-    shape = cache_lib.layer_shape(config)
     ends = [kind.after_prompt(length) for kind in cache_lib.layer_caches(config)]
-    return sum(_row_bytes(kind.arrays(shape, slots)) for kind, slots in ends)
+    return sum(
+        _row_bytes(kind.arrays(cache_lib.layer_shape(config.layer(number)), slots), tensor)
+        for number, (kind, slots) in enumerate(ends)
+    )
 
 
 def state_bytes(config: ModelConfig, tensor: int = 1) -> int:
@@ -167,14 +176,14 @@ def read_cache_bytes(
     kinds of cache hold beside them (`LayerCache.read_arrays`). With `sizes` of mesh axes, they are
     those on one device.
     """
-    shape = cache_lib.layer_shape(config)
     sizes = Mesh(fsdp=1).shape if sizes is None else sizes
-
-    def layer(number, kind):
-        devices = cache_lib.slot_devices(config.layer(number), kind, sizes)
-        return _row_bytes(kind.read_arrays(shape, length, tokens, devices), sizes["tensor"])
-
-    return sum(map(layer, *zip(*enumerate(cache_lib.layer_caches(config)))))
+    total = 0
+    for number, kind in enumerate(cache_lib.layer_caches(config)):
+        layer = config.layer(number)
+        devices = cache_lib.slot_devices(layer, kind, sizes)
+        arrays = kind.read_arrays(cache_lib.layer_shape(layer), length, tokens, devices)
+        total += _row_bytes(arrays, sizes["tensor"])
+    return total
 
 
 def _row_bytes(arrays: Mapping[str, jax.ShapeDtypeStruct], tensor: int = 1) -> int:
@@ -257,9 +266,15 @@ def parameter_shapes(config: ModelConfig) -> Mapping[str, jax.ShapeDtypeStruct]:
     return MappingProxyType({path_of(keys): leaf for keys, leaf in leaves})
 
 
-@functools.lru_cache(maxsize=64)
 def visible_keys(config: ModelConfig, length: int, last: int | None = None) -> float:
-    """Returns the mean number of keys that a query sees in a layer; 0 in one without attention.
+    """Returns the mean of `keys_by_layer` over all layers."""
+    keys = keys_by_layer(config, length, last)
+    return sum(keys) / len(keys)
+
+
+@functools.lru_cache(maxsize=64)
+def keys_by_layer(config: ModelConfig, length: int, last: int | None = None) -> tuple[float, ...]:
+    """Returns the mean number of keys that a query sees in each layer; 0 in one without attention.
 
     It is counted from the patterns' masks, for evenly spaced queries in the sequence or, if `last`
     is not None, in its last `last` tokens. These see at most what `model.cache` shows them
@@ -273,8 +288,8 @@ def visible_keys(config: ModelConfig, length: int, last: int | None = None) -> f
     if last is not None and config.cache is not None:
         caches = cache_lib.layer_caches(config)
         bounds = [kind.num_multiplied(length, last) for kind in caches]
-        keys = list(map(min, keys, bounds))
-    return sum(keys) / len(keys)
+        keys = map(min, keys, bounds)
+    return tuple(keys)
 
 
 def _unmasked_keys(config: ModelConfig, length: int, last: int | None) -> float:
@@ -457,11 +472,12 @@ def generation_memory(
     tokens = local_rows * min(chunk, length)
     channels = max((_channels(layer, tokens) for layer, _ in local.layer_counts), default=0)
     size = config.compute_dtype().itemsize
-    shape = cache_lib.layer_shape(config)
-    cache = local_rows * sum(
-        _row_bytes(kind.arrays(shape, -(-slots // kind.parts)), sizes["tensor"])
-        for kind, slots in cache_lib.fitted_caches(config, length, chunk, mesh=mesh)
-    )
+    cache = 0
+    fitted = cache_lib.fitted_caches(config, length, chunk, mesh=mesh)
+    for number, (kind, slots) in enumerate(fitted):
+        shape = cache_lib.layer_shape(config.layer(number))
+        arrays = kind.arrays(shape, -(-slots // kind.parts))
+        cache += local_rows * _row_bytes(arrays, sizes["tensor"])
     activations = math.ceil(size * tokens * (channels + 3 * config.width))
     logits = 4 * local_rows * config.vocab_size
     if platform == "cpu":
@@ -570,13 +586,20 @@ def _local_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     tensor, memory = sizes["tensor"], config.memory
     if memory is not None and memory.encoder_config is not None:
         memory = dataclasses.replace(memory, states=_local_config(memory.encoder_config, sizes))
-    heads, shared = divided(config.num_heads, tensor), divided(config.num_kv_heads, tensor)
-    if heads % shared:  # such as more devices than key heads: each computes all heads
-        heads, shared = config.num_heads, config.num_kv_heads
+    heads = divided(config.num_heads, tensor)
+    counts = {layer.num_kv_heads for layer, _ in config.layer_counts} | {config.num_kv_heads}
+    shared = {count: divided(count, tensor) for count in counts}
+    if any(heads % count for count in shared.values()):
+        # Such as more devices than key heads: each computes all heads.
+        heads, shared = config.num_heads, {count: count for count in counts}
     width, experts = divided(config.mlp_width, tensor), config.experts
     mixer = config.mixer and config.mixer.split(tensor)
     layers = tuple(
-        dataclasses.replace(kind, mixer=kind.mixer and kind.mixer.split(tensor))
+        dataclasses.replace(
+            kind,
+            mixer=kind.mixer and kind.mixer.split(tensor),
+            num_kv_heads=kind.num_kv_heads and shared[kind.num_kv_heads],
+        )
         for kind in config.layers
     )
     if experts is not None:
@@ -588,7 +611,8 @@ def _local_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
             widths["shared_width"] = divided(experts.shared_width, tensor)
         experts = dataclasses.replace(experts, top_k=top_k, **widths)
     parts = {"experts": experts, "memory": memory, "mixer": mixer, "layers": layers}
-    return config.replace(num_heads=heads, num_kv_heads=shared, mlp_width=width, **parts)
+    parts |= {"num_heads": heads, "num_kv_heads": shared[config.num_kv_heads]}
+    return config.replace(mlp_width=width, **parts)
 
 
 def _backward_bytes(

@@ -58,8 +58,7 @@ def inference_work(
     sizes = mesh.shape
     head = 2 * config.width * config.vocab_size
     matmul = resources.estimate(config, length).matmul_flops - head
-    pairs = config.num_layers * resources.visible_keys(config, length, tokens)
-    attention = 4 * config.num_heads * config.head_dim * pairs + resources.mixer_flops(config)
+    attention = resources.attention_flops(config, length, tokens)
     flops = rows * (tokens * (matmul + attention) + head)
     local_rows = resources.rows_of_device(rows, sizes)
     cache = resources.read_cache_bytes(config, length, tokens, sizes)
@@ -76,10 +75,9 @@ def cut_work(config: ModelConfig, rows: int, length: int, mesh: Mesh | jax.shard
     `inference_work`.
     """
     sizes = mesh.shape
-    keys = config.num_kv_heads // resources.divided(config.num_kv_heads, sizes["tensor"])
-    whole = config.replace(cache=None)
-    cache = resources.cache_bytes(whole, length) - resources.state_bytes(whole)
-    return Work(0.0, resources.rows_of_device(rows, sizes) * cache / keys)
+    whole, tensor = config.replace(cache=None), sizes["tensor"]
+    cache = resources.cache_bytes(whole, length, tensor) - resources.state_bytes(whole, tensor)
+    return Work(0.0, resources.rows_of_device(rows, sizes) * cache)
 
 
 def training_work(

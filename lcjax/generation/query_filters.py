@@ -60,6 +60,13 @@ def query_filters(lm: LanguageModel, texts: Sequence[Sequence[int]]) -> np.ndarr
     """
     check_rows("texts", texts, "[[1, 2, 3]]")
     lm = lm.with_method(cache=_QueryMoments(tokens=1), length=lm.length)
+    cut = [i for i, kind in enumerate(cache_lib.layer_caches(lm.config)) if kind.evicts]
+    shapes = {cache_lib.layer_shape(lm.config.layer(i)) for i in cut}
+    if len(shapes) > 1:
+        raise InputError(
+            "model.layers: layers that see all tokens differ in the sizes of heads, and a file"
+            " of qfilter has one array for all; take another cache policy"
+        )
     moments = [_moments(_read(lm, f"texts[{i}]", ids)) for i, ids in enumerate(texts)]
     if not moments or not len(moments[0][0]):
         raise InputError(
@@ -71,7 +78,7 @@ def query_filters(lm: LanguageModel, texts: Sequence[Sequence[int]]) -> np.ndarr
     first = vectors[..., -1]
     first *= np.where((sums * first).sum(-1, keepdims=True) < 0, -1, 1)
     layers, _, size = first.shape
-    by_group = first.reshape(layers, lm.config.num_kv_heads, -1, size)
+    by_group = first.reshape(layers, shapes.pop().num_kv_heads, -1, size)
     return -by_group.mean(2).astype(np.float32)
 
 

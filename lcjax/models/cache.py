@@ -275,9 +275,9 @@ def check_cache(config: "ModelConfig") -> None:
 
     It reads the files of the cache method, and allocates nothing.
     """
-    for kind in [] if config.cache is None else layer_caches(config):
+    for number, kind in enumerate([] if config.cache is None else layer_caches(config)):
         kind.fit(1, None)
-        kind.arrays(layer_shape(config), 0)
+        kind.arrays(layer_shape(config.layer(number)), 0)
 
 
 def layer_cache(config: "ModelConfig", rotated: bool | None = None) -> LayerCache:

@@ -346,7 +346,7 @@ class Decoder(nn.Module):
             c.check_length(tokens.shape[1])
         if rotation is None or c.position != "rope":
             rotation = self._rotation(tokens, cache)
-        elif not rotation.kinds and any(kind.rope is not None for kind in c.kinds):
+        elif not rotation.kinds and c.has_several_rotations:
             raise InputError(
                 "rotation: layers of this model have a rope of their own (model.layers); give"
                 " model.config.rotation(length)"

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lcjax.attention import POSITIONS, Bidirectional, CacheMethod, Causal, Pattern, Sliding
 from lcjax.config import check_choices
@@ -29,6 +30,12 @@ Dtype = Annotated[str, OneOf(("float32", "bfloat16", "float16"))]
 ContextParallel = Annotated[str, OneOf(CHOICES)]
 PositionEncoding = Annotated[str, OneOf(POSITIONS)]
 NormPlace = Annotated[str, OneOf(("before", "after", "both"))]
+RotaryFraction = Annotated[float, Interval(above=0, most=1)]
+
+
+# Fields of `LayerKind` in place of those of the model
+_OF_ATTENTION = ("pattern", "rope", "head_dim", "num_kv_heads", "rotary_fraction")
+_OF_KINDS = (*_OF_ATTENTION, "mixer", "norm_place")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +48,18 @@ class LayerKind:
     mixer: Mixer | None = None  # in place of attention; null: that of the model
     dense: bool = False  # whether an MLP of `mlp_width` replaces the model's experts
     norm_place: NormPlace | None = None  # null: that of the model
+    # Of attention (Gemma 4); null: those of the model
+    head_dim: PositiveInt | None = None
+    num_kv_heads: PositiveInt | None = None
+    rotary_fraction: RotaryFraction | None = None
 
     def __post_init__(self):
         check_choices("layers", self)
         check_fields("layers", self)
-        if self.mixer is not None and (self.pattern is not None or self.rope is not None):
+        if self.mixer is not None and any(getattr(self, name) for name in _OF_ATTENTION):
             raise InputError(
-                "model.layers: an entry with a mixer has no attention, which pattern and rope are"
-                " for; leave them out of it, or leave mixer out"
+                "model.layers: an entry with a mixer has no attention, which"
+                f" {', '.join(_OF_ATTENTION)} are for; leave them out of it, or leave mixer out"
             )
 
 
@@ -92,8 +103,11 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    # Share of each head's channels that is rotated
-    rotary_fraction: Annotated[float, Interval(above=0, most=1)] = 1.0
+    # Share of each head that is rotated: its first channels (Phi), whose frequencies are those of a
+    # head of their number; or the first frequencies of the whole head, of which those after the
+    # share are 0 (Gemma 4)
+    rotary_fraction: RotaryFraction = 1.0
+    rotary_share: Annotated[str, OneOf(("channels", "frequencies"))] = "channels"
     tie_embeddings: bool = False
     embedding_scale: float = 1.0  # factor of embeddings (Gemma: the root of the width)
     residual_scale: float = 1.0  # factor of the outputs of attention and MLP (Granite)
@@ -211,7 +225,12 @@ class ModelConfig:
                     f"model.layers: norm_place={kind.norm_place} is not defined for model.block="
                     f"{self.block}, whose layers have one norm; leave norm_place out"
                 )
-            self.of_kind(kind)  # its `__post_init__` checks this pattern and rope
+            layer = self.of_kind(kind)  # its `__post_init__` checks this pattern and rope
+            if self.rope.learned and layer.rotary_dim != self.rotary_dim:
+                raise InputError(
+                    f"model.rope.type={self.rope.type} is learned for {self.rotary_dim} rotary"
+                    f" channels, and some model.layers have {layer.rotary_dim}; take another rope"
+                )
             if kind.rope is not None and kind.rope.learned:
                 raise InputError(
                     f"model.layers: rope type {kind.rope.type} is learned for a whole model; set"
@@ -277,12 +296,18 @@ class ModelConfig:
         plain = {"norm_place": "before", "qk_norm": "none", "residual_scale": 1.0, "experts": None}
         plain |= {"attention_scale": None, "attention_soft_cap": None, "norm_plus_one": False}
         plain |= {"attention_sinks": False, "query_scale": 0.0, "mixer": None}
-        plain |= {"attention_gate": False}
+        plain |= {"attention_gate": False, "rotary_share": "channels"}
         for field, value in plain.items():
             if getattr(self, field) != value:
                 raise InputError(
                     f"model.memory is not defined for models with {field}={getattr(self, field)!r};"
                     " take a model of the Llama, Mistral or Qwen2 families"
+                )
+        for field in ("head_dim", "num_kv_heads", "rotary_fraction"):
+            if any(getattr(kind, field) for kind in self.kinds):
+                raise InputError(
+                    f"model.memory is not defined for models whose layers have a {field} of their"
+                    " own (model.layers); take a model of the Llama, Mistral or Qwen2 families"
                 )
         self.memory.check(self)
 
@@ -370,8 +395,7 @@ class ModelConfig:
 
     def of_kind(self, kind: LayerKind) -> "ModelConfig":
         """Returns a config in which all layers are of `kind`."""
-        fields = ("pattern", "rope", "mixer", "norm_place")
-        chosen = {name: getattr(kind, name) or getattr(self, name) for name in fields}
+        chosen = {name: getattr(kind, name) or getattr(self, name) for name in _OF_KINDS}
         experts = None if kind.dense else self.experts
         return self.replace(**chosen, experts=experts, layers=())
 
@@ -387,16 +411,17 @@ class ModelConfig:
     def kinds_with(self, layers: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
         """Returns kinds of layers with the patterns and ropes of `layers`.
 
-        What weights depend on, mixers, dense MLPs and norms, stays as it is in each layer.
+        What weights depend on, such as mixers, dense MLPs, norms and sizes of heads, stays as it is
+        in each layer.
 
         Raises:
-          InputError: an entry of `layers` has another mixer or another place of norms, or is dense
-            where this model is not.
+          InputError: an entry of `layers` states another value of these than this model has there.
         """
         other, kinds = self.replace(layers=layers), []
         for index, number in enumerate(other.kind_by_layer):
             new, old = other.kinds[number], self.kinds[self.kind_by_layer[index]]
-            parts = {"mixer": old.mixer, "dense": old.dense, "norm_place": old.norm_place}
+            names = {*_OF_KINDS, "dense"} - {"pattern", "rope"}
+            parts = {name: getattr(old, name) for name in sorted(names)}
             for name, part in parts.items():
                 if getattr(new, name) and getattr(new, name) != part:
                     raise InputError(
@@ -463,7 +488,7 @@ class ModelConfig:
         return self.complete(self.rope.rotation(self.rotary_dim, length, learned), length)
 
     def complete(self, rotation: Rotation, length: int) -> Rotation:
-        """Applies `Pattern.at_length` to `rotation` and adds the rotation of each kind of layers.
+        """Applies `rotary_share` and `Pattern.at_length`, and adds the rotation of each kind.
 
         Args:
           rotation: the rotation of the model's rope.
@@ -471,12 +496,30 @@ class ModelConfig:
         """
 
         def of(kind: LayerKind) -> Rotation:
-            layer = self.of_kind(kind)
-            plain = rotation if kind.rope is None else kind.rope.rotation(self.rotary_dim, length)
-            return layer.pattern.at_length(plain, length)
+            layer, plain = self.of_kind(kind), rotation
+            if self._has_other_rotation(kind):
+                plain = layer.rope.rotation(layer.rotary_dim, length)
+            return layer._complete(plain, length)
 
         kinds = tuple(map(of, self.kinds)) if self.layers else ()
-        return self.pattern.at_length(rotation, length)._replace(kinds=kinds)
+        return self._complete(rotation, length)._replace(kinds=kinds)
+
+    def _complete(self, rotation: Rotation, length: int) -> Rotation:
+        """Returns the rotation of layers that are as the model, from that of their rope."""
+        if self.rotary_share == "frequencies":
+            count = int(self.rotary_fraction * self.head_dim // 2)
+            turns = np.arange(rotation.inv_freq.shape[-1]) < count
+            rotation = rotation._replace(inv_freq=jnp.where(turns, rotation.inv_freq, 0))
+        return self.pattern.at_length(rotation, length)
+
+    def _has_other_rotation(self, kind: LayerKind) -> bool:
+        """Returns whether the model's rope does not give the frequencies of layers of `kind`."""
+        return kind.rope is not None or self.of_kind(kind).rotary_dim != self.rotary_dim
+
+    @property
+    def has_several_rotations(self) -> bool:
+        """Whether some layers have other frequencies than those of the model's rope."""
+        return any(map(self._has_other_rotation, self.kinds))
 
     def check_length(self, length: int) -> None:
         """Raises an InputError if `length` exceeds the rows of a table of learned positions."""
@@ -509,8 +552,10 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Rotary channels R of each head (`partial_rotary_factor` of Hugging Face)."""
-        return int(self.head_dim * self.rotary_fraction)
+        """Rotary channels R of each head, of which methods compute the frequencies."""
+        if self.rotary_share == "frequencies":
+            return self.head_dim
+        return int(self.head_dim * self.rotary_fraction)  # as transformers rounds it
 
     def replace(self, **changes: Any) -> "ModelConfig":
         return dataclasses.replace(self, **changes)

@@ -1,5 +1,6 @@
 """Layers that differ in pattern or rope compute what a stack of their own blocks does."""
 
+import dataclasses
 import functools
 import re
 
@@ -40,6 +41,14 @@ MIXES = {
     "two bases": (LayerKind(2, LOCAL, Default(theta=100.0)), LayerKind()),
     "no positions": (LayerKind(3), LayerKind(rope=NoRotation())),
     "moved keys": (LayerKind(pattern=LMInfinite(window=6, sinks=2)), LayerKind(2)),
+    # Gemma 4: the local layers fix the sizes of their heads, too.
+    "sizes of heads": (
+        LayerKind(
+            *(2, LOCAL, Default(theta=100.0)), head_dim=12, num_kv_heads=1, rotary_fraction=0.5
+        ),
+        LayerKind(),
+    ),
+    "sizes of heads, one rope": (LayerKind(2, head_dim=6), LayerKind(num_kv_heads=4)),
 }
 EVERY = pytest.mark.parametrize("layers", MIXES.values(), ids=MIXES)
 
@@ -49,9 +58,9 @@ def mixed(layers, **changes):
 
 
 @functools.cache
-def params():
+def params(layers=()):
     """Of layers one by one, with weights large enough that patterns matter."""
-    apart = random_params(SIX.replace(scan_layers=False), 0)
+    apart = random_params(mixed(layers, scan_layers=False), 0)
     return jax.tree.map(lambda x: np.asarray(x) * (2 if x.ndim > 1 else 1), apart)
 
 
@@ -75,21 +84,24 @@ def block(config, params, x, positions, rotation):
     return SequentialBlock(config).apply({"params": params}, x, inputs, None)[0]
 
 
-@pytest.mark.slow_except("moved keys", "two bases", "no positions")
+@pytest.mark.slow_except("moved keys", "two bases", "no positions", "sizes of heads")
 @EVERY
 def test_a_mixed_model_is_the_stack_of_its_blocks(layers):
-    config, tokens = mixed(layers), text(0, 2, 24)
-    x = params()["embed"]["embedding"][tokens]
+    config, tokens, weights = mixed(layers), text(0, 2, 24), params(layers)
+    x = weights["embed"]["embedding"][tokens]
     positions = np.broadcast_to(np.arange(24), (2, 24))
     cycle = [kind for kind in layers for _ in range(kind.repeat)]
     for index in range(6):
-        kind = cycle[index % len(cycle)]
-        single = SIX.replace(pattern=kind.pattern or Causal(), rope=kind.rope or SIX.rope)
-        x = block(single, params()[f"layers_{index}"], x, positions, single.rope.rotation(8, 24))
-    expected = Norm(SIX).apply({"params": params()["final_norm"]}, x)
-    assert_close(hidden_states(config, params(), tokens), expected)
-    plain = hidden_states(SIX.replace(scan_layers=False), params(), tokens)
-    assert np.abs(expected - plain).max() > 0.1
+        kind = vars(cycle[index % len(cycle)])
+        single = SIX.replace(**{name: x for name, x in kind.items() if x and name != "repeat"})
+        rotation = single.rope.rotation(int(single.head_dim * single.rotary_fraction), 24)
+        x = block(single, weights[f"layers_{index}"], x, positions, rotation)
+    expected = Norm(SIX).apply({"params": weights["final_norm"]}, x)
+    assert_close(hidden_states(config, weights, tokens), expected)
+    plain = tuple(dataclasses.replace(x, pattern=None, rope=None) for x in layers)
+    if plain != layers:
+        plain = hidden_states(mixed(plain, scan_layers=False), weights, tokens)
+        assert np.abs(expected - plain).max() > 0.1
 
 
 BASE = Default(theta=100.0)
@@ -120,16 +132,17 @@ def test_layers_of_one_kind_are_the_model_of_that_kind_bit_by_bit(fields):
         )
 
 
-@pytest.mark.slow_except("two bases")
+@pytest.mark.slow_except("two bases", "sizes of heads")
 @EVERY
 def test_a_cache_of_mixed_layers_equals_prefill(layers):
     config, tokens = mixed(layers), text(0, 2, 34)
     cache = cache_lib.create(config, 2, 80, chunk=8)
     rotation, parts = config.rotation(34), []
     for start, stop in ((0, 8), (8, 16), (16, 17), (17, 18), (18, 26), (26, 34)):
-        out, cache = read(config, params(), tokens[:, start:stop], rotation, cache)
+        out, cache = read(config, params(layers), tokens[:, start:stop], rotation, cache)
         parts.append(out)
-    assert_close(np.concatenate(parts, 1), hidden_states(config, params(), tokens, rotation))
+    whole = hidden_states(config, params(layers), tokens, rotation)
+    assert_close(np.concatenate(parts, 1), whole)
 
 
 def nbytes(cache):
@@ -146,7 +159,7 @@ def test_a_cache_of_mostly_local_layers_is_small_and_describes_each_layout_once(
     assert mix.capacity == 4096 and mix.bounds_length
 
 
-@pytest.mark.slow_except("two bases")
+@pytest.mark.slow_except("two bases", "sizes of heads")
 @EVERY
 def test_gradients_of_scanned_periods_are_those_of_layers_one_by_one(layers):
     tokens = text(0, 2, 24)
@@ -159,8 +172,8 @@ def test_gradients_of_scanned_periods_are_those_of_layers_one_by_one(layers):
 
         return jax.grad(loss)(params)
 
-    scanned = gradients(mixed(layers, remat="dots"), params())
-    apart = gradients(mixed(layers, scan_layers=False), params())
+    scanned = gradients(mixed(layers, remat="dots"), params(layers))
+    apart = gradients(mixed(layers, scan_layers=False), params(layers))
     jax.tree.map(lambda x, y: assert_close(x, y, 2e-5 * np.abs(y).max()), scanned, apart)
 
 
@@ -186,6 +199,7 @@ def test_layers_are_grouped_by_the_period_that_covers_most(kinds, groups):
 @pytest.mark.parametrize(("layers", "kinds"), [((), 1), (MIXES["two bases"], 2)])
 def test_layers_of_one_kind_that_read_a_cache_are_traced_once(layers, kinds, monkeypatch):
     config, traced, call = mixed(layers, scan_layers=False), [], SequentialBlock.__call__
+    weights = params()
 
     def counted(block, *inputs):
         traced.append(block)
@@ -193,7 +207,7 @@ def test_layers_of_one_kind_that_read_a_cache_are_traced_once(layers, kinds, mon
 
     monkeypatch.setattr(SequentialBlock, "__call__", counted)
     cache = cache_lib.create(config, 2, 80, chunk=8)
-    jax.eval_shape(Decoder(config).apply, {"params": params()}, text(0, 2, 8), cache=cache)
+    jax.eval_shape(Decoder(config).apply, {"params": weights}, text(0, 2, 8), cache=cache)
     assert len(traced) == kinds
 
 
@@ -228,6 +242,32 @@ def test_a_rotation_without_those_of_layers_that_fix_a_rope_raises_input_error()
         hidden_states(config, params(), text(0, 1, 4), SIX.rotation(4))
 
 
+@pytest.mark.parametrize(
+    "rope", [Default(theta=100.0), Yarn(theta=100.0, factor=4.0, original_length=8)]
+)
+def test_a_share_of_frequencies_is_that_of_a_head_that_rotates_whole(rope):
+    """Gemma 4: the other channels are those of frequency 0, in both halves of a head."""
+    config = SIX.replace(head_dim=14, rope=rope, rotary_fraction=0.5, rotary_share="frequencies")
+    whole, scale = rope.frequencies(14, 24)
+    turned = config.rotation(24)
+    np.testing.assert_array_equal(turned.inv_freq, [*whole[:3], 0, 0, 0, 0])  # int(0.5 * 14 // 2)
+    assert turned.scale == scale
+    x = np.random.default_rng(0).normal(size=(1, 5, 2, 14)).astype(np.float32)
+    y = np.asarray(turned.rotate(x, np.arange(20, 25)[None]), np.float64)
+    angle = np.arange(20, 25)[:, None] * np.asarray(whole[:3], np.float64)
+    pairs = x[..., :7] + 1j * np.asarray(x[..., 7:], np.float64)
+    pairs[..., :3] *= np.exp(1j * angle)[None, :, None]
+    np.testing.assert_allclose(y[..., :7] + 1j * y[..., 7:], scale * pairs, atol=1e-5)
+
+    # In layers, each with the share of its kind
+    kinds = LayerKind(head_dim=6, rotary_fraction=1.0), LayerKind(rope=NoRotation()), LayerKind()
+    mix = config.replace(layers=kinds)
+    first, second, third = mix.rotation(24).kinds
+    np.testing.assert_array_equal(first.inv_freq, rope.frequencies(6, 24)[0])
+    assert second.inv_freq.shape == (0,)
+    np.testing.assert_array_equal(third.inv_freq, turned.inv_freq)
+
+
 REFUSED = {
     "landmark below": (
         {"layers": (LayerKind(2, LOCAL), LayerKind(pattern=Landmark(block=8, token=258)))},
@@ -251,6 +291,17 @@ REFUSED = {
             "memory": SharedLlmSection(layers=2, chunk=8, ratios=(2, 1)),
         },
         "shared_llm has one rotation .* leave rope out of model.layers",
+    ),
+    "memory of several sizes": (
+        {
+            "layers": (LayerKind(head_dim=4), LayerKind()),
+            "memory": SharedLlmSection(layers=2, chunk=8, ratios=(2, 1)),
+        },
+        "model.memory is not defined for models whose layers have a head_dim of their own",
+    ),
+    "learned for other channels": (
+        {"layers": (LayerKind(head_dim=4), LayerKind()), "rope": Clex(original_length=64)},
+        "model.rope.type=clex is learned for 8 rotary channels, and some model.layers have 4",
     ),
     "alibi": (
         {"layers": (LayerKind(pattern=LMInfinite(window=9)), LayerKind()), "position": "t5"},
