@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from lcjax.attention import Causal, Chunked, Pattern, Sliding
 from lcjax.errors import InputError
 from lcjax.models.model_config import ModelConfig
-from lcjax.rope import NoRotation
+from lcjax.rope import Default, Linear, NoRotation
 
 # Values of `layer_types`
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -91,6 +91,10 @@ class Family:
     # RoPE base of layers with a window, if no key states it; None: they share the model's rope.
     local_theta: float | None = None
     local_theta_key: str | None = None  # its key in older configs
+    # Whether layers with full attention have heads of other sizes than those with a window, values
+    # from keys or not (`attention_k_eq_v`), and a share of frequencies that rotates (Gemma 4)
+    full_heads: bool = False
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of other absent keys
     own_head_dim: bool = True  # whether the head size may differ from width / number of heads
     # Whether neighbouring channels rotate as a pair (2i, 2i + 1). The library's pairs are
     # (i, i + R/2), so rows of queries and keys are reordered when they are read and written. The
@@ -254,6 +258,39 @@ _GRANITE_KEYS = (
     ),
     *(_ATTENTION_BIAS, _MLP_BIAS),
 )
+_GEMMA4 = {
+    "fixed": {
+        "activation": "gelu_tanh",
+        "norm_place": "both",
+        "qk_norm": "head",
+        "value_norm": True,
+        "layer_scale": True,
+        "embedding_scale": math.sqrt,
+        "attention_scale": 1.0,
+        "rotary_share": "frequencies",
+    },
+    "keys": (Key("final_logit_softcapping", ("logit_soft_cap",), None), _ATTENTION_BIAS),
+    "activation_key": "hidden_activation",
+    "head_dim": 256,
+    "tied": True,
+    "theta": 1_000_000.0,
+    "windows": "types",
+    "default_types": _every(6),
+    "local_theta": 10_000.0,
+    "default_rope": {
+        SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+        FULL: {
+            "rope_type": "proportional",
+            "rope_theta": 1_000_000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    "full_heads": True,
+}
+_GEMMA4_ONLY = {
+    "use_bidirectional_attention": (None, "vision"),  # of the tokens of images
+    "num_kv_shared_layers": (0,),
+}
 _OLMO = {"norm_place": "after", "qk_norm": "all"}
 
 
@@ -407,6 +444,20 @@ FAMILIES: dict[str, Family] = {
         local_theta=10_000.0,
         local_theta_key="rope_local_base_freq",
         only={"use_bidirectional_attention": (False,), "attn_logit_softcapping": (None,)},
+    ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        **_GEMMA4,
+        window=512,
+        defaults={"num_key_value_heads": 4, "hidden_size_per_layer_input": 256},
+        only=_GEMMA4_ONLY | {"hidden_size_per_layer_input": (0,), "enable_moe_block": (False,)},
+    ),
+    "gemma4_unified_text": Family(
+        "Gemma4UnifiedForCausalLM",
+        **_GEMMA4,
+        window=1_024,
+        defaults={"num_key_value_heads": 4},
+        only=_GEMMA4_ONLY,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM", {"qk_norm": "head"}, (_ATTENTION_BIAS,), head_dim=128, **_QWEN_LAYERS
@@ -677,6 +728,7 @@ _NEUTRAL = {
         *("qkv_bias", "out_bias", "mlp_bias", "head_bias", "rotary_fraction", "embedding_scale"),
         *("residual_scale", "attention_scale", "attention_soft_cap", "logit_scale"),
         *("logit_soft_cap", "position", "attention_sinks", "attention_gate"),
+        *("rotary_share", "value_norm", "values_from_keys", "layer_scale"),
     )
 }
 
@@ -768,6 +820,23 @@ def _norm_differences(config: ModelConfig, family: Family) -> list[str]:
     return [f"norm_place={name!r}" for name in dict.fromkeys(wrong)]
 
 
+def _head_differences(config: ModelConfig, family: Family) -> list[str]:
+    """Lists sizes of heads of layers that the family cannot express."""
+    names = ("head_dim", "num_kv_heads", "rotary_fraction", "values_from_keys")
+    layers = list(map(config.layer, range(config.num_layers)))
+    has_window = [family.full_heads and size is not None for size in windows(config)]
+    wrong = []
+    for kind in (False, True):
+        of_kind = [layer for layer, other in zip(layers, has_window, strict=True) if other == kind]
+        for name in names:
+            values = dict.fromkeys(getattr(layer, name) for layer in of_kind if not layer.mixer)
+            if len(values) > 1 or (name == "values_from_keys" and True in values and kind):
+                wrong.append(f"layers.{name}={', '.join(map(str, values))}")
+    if family.full_heads and has_window[-1:] == [True]:
+        wrong.append(f"layers.pattern={layers[-1].pattern} in the last layer")
+    return wrong
+
+
 def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[str]]:
     """Lists what the family cannot express: values of fields; patterns and ropes of layers."""
     required = _NEUTRAL | family.fixed_fields(config.width)
@@ -778,8 +847,10 @@ def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[s
             continue
         for field in key.fields:  # the first may have any value, which the others must equal
             required[field] = value
-    if family.rotary_fraction is not None:
+    if family.rotary_fraction is not None or family.full_heads:
         del required["rotary_fraction"]
+    if family.full_heads:
+        del required["values_from_keys"]
     if family.query_scale != "none" and config.query_scale:
         required["query_scale"] = config.query_scale
         required["query_scale_length"] = config.query_scale_length
@@ -790,7 +861,7 @@ def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[s
             required["query_scale_length"] = of_rope
     fields = [f"{k}={getattr(config, k)!r}" for k, v in required.items() if getattr(config, k) != v]
     fields += _expert_differences(config, family) + _mixer_differences(config, family)
-    fields += _norm_differences(config, family)
+    fields += _norm_differences(config, family) + _head_differences(config, family)
     if not family.own_head_dim and config.head_dim * config.num_heads != config.width:
         fields.append(f"head_dim={config.head_dim}")
     wrong = [
@@ -818,6 +889,9 @@ def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[s
     if family.rope_types is not None:
         form = config.rope.to_hf(config.rotary_dim)["rope_parameters"]
         other_ropes |= form["rope_type"] not in family.rope_types
+    if family.full_heads:  # transformers has two methods for a share of frequencies
+        of_shares = {layer.rope for layer, _ in config.layer_counts if layer.rotary_fraction < 1}
+        other_ropes |= not all(isinstance(rope, (Default, Linear)) for rope in of_shares)
     if other_ropes or not _rotates(config, family, sizes):
         wrong.append(f"layers of ropes {', '.join(sorted(map(repr, ropes)))}")
     return fields, wrong

@@ -29,7 +29,6 @@ _LANDMARK = "llama_with_landmark"  # the model type of Mohtashami & Jaggi 2023 a
 # The model type of Focused Transformer (arXiv 2307.03170): CStanKonrad/long_llama at bfcb8d1,
 # src/configuration_longllama.py.
 _LONG_LLAMA = "longllama"
-_GEMMA4 = ("gemma4", "gemma4_text")
 _TOP_K = 5  # blocks that both codes retrieve in evaluation; no config states it
 _LANDMARK_FIELDS = "lcjax_landmark"  # fields that the keys of the released code do not describe
 # The trained length, if the RoPE method extends it, or stores its own `max_position_embeddings`.
@@ -39,6 +38,7 @@ _ACTIVATIONS = {  # transformers' names of each activation; the first one is wri
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
     "relu2": ("relu2",),
 }
+_SHARE = "proportional"  # the type of ropes of which a share of frequencies rotates
 _FLOOR_SCALE = 8_192  # if `floor_scale` is absent
 _DUAL_CHUNK = "dual_chunk_attention_config"  # of Qwen2.5-1M; transformers ignores it, vLLM reads it
 _DUAL_CHUNK_TYPES = ("qwen2", "qwen3")  # model types whose vLLM classes read it
@@ -46,6 +46,13 @@ _DUAL_CHUNK_TYPES = ("qwen2", "qwen3")  # model types whose vLLM classes read it
 # transformers' defaults for keys that `text_config` omits (the published Gemma 3 4B omits most).
 # With several types, `text_config` must state its own. Embeddings are tied if the whole model says
 # so, or with a default here if the text part does.
+_GEMMA4 = {
+    "vocab_size": 262_144,
+    "hidden_size": 2_304,
+    "intermediate_size": 9_216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+}
 WRAPPERS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_5": {"qwen3_5_text": {}},
     "qwen3_5_moe": {"qwen3_5_moe_text": {}},
@@ -62,6 +69,8 @@ WRAPPERS: dict[str, dict[str, dict[str, Any]]] = {
             "max_position_embeddings": 131_072,
         },
     },
+    "gemma4": {"gemma4_text": _GEMMA4 | {"max_position_embeddings": 131_072}},
+    "gemma4_unified": {"gemma4_unified_text": _GEMMA4 | {"max_position_embeddings": 262_144}},
     "llama4": {
         "llama4_text": {
             "vocab_size": 202_048,
@@ -138,12 +147,6 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
             " does not compute; set model_type to llama for texts up to that length, on which the"
             " model is a Llama"
         )
-    if kind in _GEMMA4:
-        raise InputError(
-            f"{where}: model_type={kind!r} is not supported: layers of Gemma 4 differ in the size"
-            " of their heads, take keys as values, and read the keys of other layers and embeddings"
-            " of their own, which lcjax does not compute; take a Gemma 3 (gemma3, gemma3_text)"
-        )
     if kind not in FAMILIES:
         raise InputError(
             f"{where}: model_type={kind!r} is not supported; supported: {', '.join(FAMILIES)} "
@@ -165,6 +168,7 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
 
     check_types(hf, where, FAMILY_TYPES)
     family, heads = FAMILIES[kind], get("num_attention_heads")
+    hf = dict(family.defaults) | hf
     if family.default_rope and not _rope_section(hf):
         hf = hf | {"rope_parameters": dict(family.default_rope)}
     length = get("max_position_embeddings")
@@ -176,7 +180,10 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
     for key in (*family.keys, family.epsilon):
         fields |= dict.fromkeys(key.fields, key.value(hf))
     _check_activation(hf, family, where)
-    for key, allowed in (_ONLY | family.only).items():
+    only = _ONLY | family.only
+    if family.full_heads:
+        del only["per_layer_config"]
+    for key, allowed in only.items():
         _require(hf, where, key, allowed[0], allowed)
     dense = family.dense.read(hf) if family.dense else [False] * fields["num_layers"]
     if family.experts and not all(dense):
@@ -327,6 +334,10 @@ def _layer_fields(
     types = hf.get("layer_types") if states_types else None
     if not types:
         types = family.default_types(hf) if family.default_types else [family.local.type] * count
+    full_heads = local_heads = {}
+    if family.full_heads:
+        types = [*types[:-1], FULL]  # transformers forces it
+        full_heads, local_heads = _heads(hf, types, where)
     no_rotation = {
         **dict.fromkeys(("none", "null theta", "zero theta"), [False] * count),
         "listed": unrotated(hf),
@@ -357,6 +368,7 @@ def _layer_fields(
             mixer=mixer if name == LINEAR else None,
             norm_place=family.mixer_norm_place if name == LINEAR else None,
             dense=is_dense and not all(dense),
+            **({} if name == FULL else local_heads),
         )
         for name, other, is_dense in zip(types, ropes, dense, strict=True)
     ]
@@ -367,7 +379,107 @@ def _layer_fields(
         if len(values) == 1:
             fields[name] = values.pop() or fields[name]
             kinds = [dataclasses.replace(kind, **{name: None}) for kind in kinds]
+    fields |= full_heads
     return fields | {"layers": shortest_period(kinds) if len(set(kinds)) > 1 else ()}
+
+
+def _heads(
+    hf: dict[str, Any], types: list[str], where: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the fields of heads in layers with full attention, and in those with a window.
+
+    The latter are those that differ from the former (Gemma 4).
+
+    Args:
+      hf: the config.
+      types: the type of each layer.
+      where: names the config in errors.
+    """
+    sizes = {key: hf.get(key, 256) for key in ("head_dim", "num_key_value_heads")}
+    values_from_keys = hf.get("attention_k_eq_v", False)
+    if "per_layer_config" in hf:
+        overrides = {int(key): value for key, value in (hf["per_layer_config"] or {}).items()}
+    else:
+        full = {"head_dim": hf.get("global_head_dim", 512)}
+        if values_from_keys and "num_global_key_value_heads" in hf:
+            full["num_key_value_heads"] = hf["num_global_key_value_heads"]
+        overrides = {i: full for i, name in enumerate(types) if name == FULL}
+    by_type = {}
+    for number, name in enumerate(types):
+        stated = sizes | {key: x for key, x in overrides.get(number, {}).items() if x != []}
+        is_known = stated.keys() == sizes.keys() and by_type.setdefault(name, stated) == stated
+        if not is_known or not all(type(x) is int and x > 0 for x in stated.values()):
+            raise InputError(
+                f"{where}: per_layer_config of layer {number} is {overrides.get(number)!r:.60}; for"
+                f" model_type={hf['model_type']!r} it must have head_dim and num_key_value_heads"
+                " alone, whole numbers, and the same in all layers of a type"
+            )
+    fractions = _rotary_fractions(hf, set(types), where)
+    fields = {
+        name: {
+            "head_dim": stated["head_dim"],
+            "num_kv_heads": stated["num_key_value_heads"],
+            "rotary_fraction": fractions[name],
+            "values_from_keys": values_from_keys and name == FULL,
+        }
+        for name, stated in by_type.items()
+    }
+    full, local = fields[FULL], fields.get(SLIDING, {})
+    return full, {key: value for key, value in local.items() if value != full[key]}
+
+
+def _rotary_fractions(hf: dict[str, Any], types: set[str], where: str) -> dict[str, float]:
+    """Returns the share of frequencies that rotates in layers of each of `types` (Gemma 4)."""
+    fractions = {}
+    if hf.get("rope_scaling"):
+        raise InputError(
+            f"{where}: rope_scaling={hf['rope_scaling']!r:.60} is ignored by transformers for"
+            f" model_type={hf['model_type']!r}; state it in rope_parameters[{FULL!r}]"
+        )
+    for name in sorted(types):
+        section = hf["rope_parameters"].get(name)
+        kind = section.get("rope_type") if isinstance(section, dict) else None
+        fraction = section.get("partial_rotary_factor", 1.0) if kind else 1.0
+        is_share = is_finite_number(fraction) and 0 < fraction <= 1
+        if kind is None or not is_share or (kind not in ("default", _SHARE) and fraction != 1):
+            raise InputError(
+                f"{where}: rope_parameters[{name!r}]={section!r:.80} of model_type="
+                f"{hf['model_type']!r} must be an object with rope_type, and with"
+                f" partial_rotary_factor, a share of 1, for rope_type={_SHARE} alone"
+            )
+        fractions[name] = float(fraction) if kind == _SHARE else 1.0
+    return fractions
+
+
+def _without_share(section: dict[str, Any]) -> dict[str, Any]:
+    """Returns the section of a rope without the share of frequencies that rotates."""
+    if section.get("rope_type") != _SHARE:
+        return section
+    factor = section.get("factor", 1.0)
+    plain = {key: section[key] for key in ("rope_theta",) if key in section}
+    return plain | (
+        {"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor}
+    )
+
+
+def _heads_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of heads in layers with and without a window (Gemma 4).
+
+    transformers reads `per_layer_config` since 5.24, and earlier the others.
+    """
+    layers = [config.layer(index) for index in range(config.num_layers)]
+    is_full = [size is None for size in windows(config)]
+    full = layers[is_full.index(True)]
+    local = layers[is_full.index(False)] if False in is_full else full
+    sizes = {"head_dim": full.head_dim, "num_key_value_heads": full.num_kv_heads}
+    return {
+        "head_dim": local.head_dim,
+        "num_key_value_heads": local.num_kv_heads,
+        "global_head_dim": full.head_dim,
+        "num_global_key_value_heads": full.num_kv_heads,
+        "attention_k_eq_v": full.values_from_keys,
+        "per_layer_config": {str(i): sizes for i, x in enumerate(is_full) if x and local != full},
+    }
 
 
 def _mixer(hf: dict[str, Any], family: Family, where: str) -> GatedDeltaNet | None:
@@ -406,6 +518,8 @@ def _ropes(hf: dict[str, Any], family: Family, where: str) -> tuple[Rope, Rope |
             f"{where}: rope_scaling of model_type={hf['model_type']!r} must name its rope_type:"
             " transformers ignores a type"
         )
+    if family.full_heads:
+        full, sliding = map(_without_share, (full, sliding))
     for section in (full, sliding):
         if not section.get("truncate", True):
             raise InputError(
@@ -643,6 +757,8 @@ def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str,
         hf |= family.dense.write([layer.experts is None for layer in layers])
     hf |= {key: allowed[0] for key, allowed in family.only.items()}
     hf |= _layers_to_hf(config, family, kind) | _ropes_to_hf(config, family)
+    if family.full_heads:
+        hf |= _heads_to_hf(config)
     if family.query_scale == "rope":
         hf |= _query_scale_to_hf(config, hf)
     elif family.query_scale == "layers":
@@ -669,17 +785,23 @@ def _ropes_to_hf(config: ModelConfig, family: Family) -> dict[str, Any]:
             section = {"rope_type": "default", "rope_theta": None}
             return {"rope_parameters": section, "rope_theta": None}
         return rope.to_hf(config.rotary_dim)
-    by_type = {FULL: config.rope, SLIDING: config.rope}
+    by_type = {FULL: config, SLIDING: config}
     for index, size in enumerate(windows(config)):
-        by_type[FULL if size is None else SLIDING] = config.layer(index).rope
-    forms = {name: rope.to_hf(config.rotary_dim) for name, rope in by_type.items()}
+        by_type[FULL if size is None else SLIDING] = config.layer(index)
+    forms = {name: layer.rope.to_hf(layer.rotary_dim) for name, layer in by_type.items()}
     sections = {name: form["rope_parameters"] for name, form in forms.items()}
     if any("truncate" in section for section in sections.values()):
         raise InputError(
             "transformers reads no truncate=false in models with a rope for each type of layers;"
             " keep the run folder instead"
         )
-    local = {family.local_theta_key: by_type[SLIDING].theta} if family.local_theta_key else {}
+    if family.full_heads:
+        for name, layer in by_type.items():
+            if layer.rotary_fraction < 1:
+                share = {"rope_type": _SHARE, "partial_rotary_factor": layer.rotary_fraction}
+                sections[name] = sections[name] | share
+        forms[FULL] = {x: value for x, value in forms[FULL].items() if x != "rope_scaling"}
+    local = {family.local_theta_key: by_type[SLIDING].rope.theta} if family.local_theta_key else {}
     return forms[FULL] | {"rope_parameters": sections} | local
 
 

@@ -72,6 +72,13 @@ _BASES = _Type(
     "a list of numbers of at least 0",
     lambda v: isinstance(v, list) and all(is_finite_number(x) and x >= 0 for x in v),
 )
+_OVERRIDES = _Type(
+    "an object of objects by the numbers of layers",
+    lambda v: (
+        isinstance(v, dict)
+        and all(str(key).isdecimal() and isinstance(x, dict) for key, x in v.items())
+    ),
+)
 _TEXT = _Type("text", lambda value: isinstance(value, str))
 _SECTION = _Type("an object", lambda value: isinstance(value, dict))
 _NAMES = _Type(
@@ -134,6 +141,7 @@ FAMILY_TYPES = {
             "shared_expert_intermediate_size",
             "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
             "linear_value_head_dim", "linear_conv_kernel_dim", "full_attention_interval",
+            "global_head_dim", "num_global_key_value_heads", "top_k_experts",
         ),
         _COUNT,
     ),
@@ -150,15 +158,20 @@ FAMILY_TYPES = {
     **dict.fromkeys(("mlp_only_layers", "moe_layers"), _NUMBERS),
     **dict.fromkeys(("router_aux_loss_coef", "attn_scale"), _NUMBER),
     **dict.fromkeys(
-        ("norm_topk_prob", "qkv_bias", "attn_temperature_tuning", "linear_allow_neg_eigval"), _FLAG
+        (
+            "norm_topk_prob", "qkv_bias", "attn_temperature_tuning", "linear_allow_neg_eigval",
+            "attention_k_eq_v", "enable_moe_block",
+        ),
+        _FLAG,
     ),
     "sliding_window_pattern": _PERIOD,
     "layer_rope_theta": _BASES,
+    "per_layer_config": _OVERRIDES,
 }  # fmt: skip
 # Null switches these off; if they are absent, some families have them.
 _NULLS = (
     *("sliding_window", "attention_chunk_size", "final_logit_softcapping"),
-    *("attn_logit_softcapping", "rope_theta"),
+    *("attn_logit_softcapping", "rope_theta", "per_layer_config"),
 )
 
 

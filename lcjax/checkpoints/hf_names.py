@@ -44,13 +44,13 @@ _DECODER = (
     ("self_attn.query.weight", "NH,D", f"{_ATTENTION}/query/kernel", "DNH", "attention_gate"),
     ("self_attn.gate.weight", "NH,D", f"{_ATTENTION}/output_gate/kernel", "DNH", "attention_gate"),
     ("self_attn.k_proj.weight", "KH,D", f"{_ATTENTION}/key/kernel", "DKH", ""),
-    ("self_attn.v_proj.weight", "KH,D", f"{_ATTENTION}/value/kernel", "DKH", ""),
+    ("self_attn.v_proj.weight", "KH,D", f"{_ATTENTION}/value/kernel", "DKH", "values"),
     ("self_attn.o_proj.weight", "D,NH", f"{_ATTENTION}/out/kernel", "NHD", ""),
     ("self_attn.q_proj.bias", "NH", f"{_ATTENTION}/query/bias", "NH", "ungated bias"),
     ("self_attn.query.bias", "NH", f"{_ATTENTION}/query/bias", "NH", "gated bias"),
     ("self_attn.gate.bias", "NH", f"{_ATTENTION}/output_gate/bias", "NH", "gated bias"),
     ("self_attn.k_proj.bias", "KH", f"{_ATTENTION}/key/bias", "KH", "qkv_bias"),
-    ("self_attn.v_proj.bias", "KH", f"{_ATTENTION}/value/bias", "KH", "qkv_bias"),
+    ("self_attn.v_proj.bias", "KH", f"{_ATTENTION}/value/bias", "KH", "value bias"),
     ("self_attn.o_proj.bias", "D", f"{_ATTENTION}/out/bias", "D", "out_bias"),
     ("self_attn.q_norm.weight", "H", f"{_ATTENTION}/query_norm/scale", "H", "head norms"),
     ("self_attn.k_norm.weight", "H", f"{_ATTENTION}/key_norm/scale", "H", "head norms"),
@@ -99,6 +99,7 @@ _DECODER = (
     ("mlp.shared_expert.up_proj.weight", "S,D", f"{_SHARED}/up/kernel", "DS", "shared"),
     ("mlp.shared_expert.down_proj.weight", "D,S", f"{_SHARED}/down/kernel", "SD", "shared"),
     ("mlp.shared_expert_gate.weight", "1,D", f"{_SHARED}_gate/kernel", "D1", "shared_gate"),
+    ("layer_scalar", "1", "layers/output_scale", "1", "layer_scale"),
     ("model.norm.weight", "D", "final_norm/scale", "D", ""),
     ("model.norm.bias", "D", "final_norm/bias", "D", "norm_biases"),
     ("lm_head.weight", "V,D", "head/kernel", "DV", "untied"),
@@ -391,9 +392,10 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
         "K": config.num_kv_heads,
         "H": config.head_dim,
         "O": config.width,
+        "1": 1,
     }
     if config.experts is not None:
-        sizes |= {"E": config.experts.count, "S": config.experts.shared_width, "1": 1}
+        sizes |= {"E": config.experts.count, "S": config.experts.shared_width}
     if config.mixer is not None:
         sizes |= {"G": config.mixer.key_heads, "C": config.mixer.key_dim}
         sizes |= {"U": config.mixer.value_heads, "Y": config.mixer.value_dim}
@@ -424,6 +426,8 @@ def _rows(config: ModelConfig, family: Family) -> Iterator[tuple[int, TensorRow]
         "ungated": not config.attention_gate,
         "ungated bias": config.qkv_bias and not config.attention_gate,
         "gated bias": config.qkv_bias and config.attention_gate,
+        "values": not config.values_from_keys,
+        "value bias": config.qkv_bias and not config.values_from_keys,
         "untied": not config.tie_embeddings,
         "one_mlp": config.experts is None,
         "expert_bias": config.experts is not None and config.experts.bias,

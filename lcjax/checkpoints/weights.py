@@ -190,16 +190,19 @@ def in_halves(source: WeightSource, config: ModelConfig) -> WeightSource:
     return source if order is None else HalvesSource(source, order)
 
 
-# Multimodal models: the prefixes of the text part, and the modules that only images use.
+# Multimodal models: the prefixes of the text part, and the modules that only images and sounds use.
 _TEXT_PARTS = {"language_model.": "", "model.language_model.": "model."}
-_IMAGE_PARTS = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
+_OTHER_PARTS = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector"
+    r"|vision_embedder|embed_vision|audio_tower|embed_audio)\."
+)
 
 
 def text_weights(source: WeightSource) -> WeightSource:
     """Returns the tensors of a multimodal model's text part, named as in a text-only model."""
     stored = {}
-    others = [name for name in source.tensors if _IMAGE_PARTS.match(name)]
-    for name in (name for name in source.tensors if not _IMAGE_PARTS.match(name)):
+    others = [name for name in source.tensors if _OTHER_PARTS.match(name)]
+    for name in (name for name in source.tensors if not _OTHER_PARTS.match(name)):
         prefix = next((prefix for prefix in _TEXT_PARTS if name.startswith(prefix)), None)
         renamed = name if prefix is None else _TEXT_PARTS[prefix] + name.removeprefix(prefix)
         stored[renamed] = [Rows(name)]

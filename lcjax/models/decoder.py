@@ -72,6 +72,15 @@ def _block_input(x: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
     return checkpoint_name(keep_tokens(x, mesh), "input")
 
 
+def _scaled(block: nn.Module, x: jax.Array) -> jax.Array:
+    """Returns the output x of a block times its learned number, if the model has any."""
+    c = block.config
+    if not c.layer_scale:
+        return x
+    scale = block.param("output_scale", nn.initializers.ones, (1,), jnp.dtype(c.param_dtype))
+    return x * scale.astype(x.dtype)
+
+
 class SequentialBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): Llama, Mistral, Qwen.
 
@@ -97,7 +106,7 @@ class SequentialBlock(nn.Module):
                 x = keep_tokens(x + reader(x, inputs), self.mesh)
         y, load = _feed_forward(c, self.mesh, self.norm_before("mlp_norm", x), inputs)
         x = keep_tokens(x + self.added("mlp_after_norm", y), self.mesh)
-        return x, output._replace(load=load)
+        return _scaled(self, x), output._replace(load=load)
 
     def norm_before(self, name: str, x: jax.Array) -> jax.Array:
         """Returns the input of attention or the MLP for hidden states x."""
@@ -125,7 +134,8 @@ class ParallelBlock(nn.Module):
         normed = Norm(c, name="attention_norm")(x)
         attended, output = _token_mixer(c, self.mesh)(normed, inputs, cache)
         y, load = _feed_forward(c, self.mesh, normed, inputs)
-        return keep_tokens(x + attended + y, self.mesh), output._replace(load=load)
+        x = keep_tokens(x + attended + y, self.mesh)
+        return _scaled(self, x), output._replace(load=load)
 
 
 _BLOCKS = {"sequential": SequentialBlock, "parallel": ParallelBlock}

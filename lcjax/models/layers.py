@@ -296,7 +296,9 @@ class Projections(nn.Module):
         def heads(count):
             return Linear((c.width,), (count, c.head_dim), c, c.qkv_bias, mesh)
 
-        self.query, self.key, self.value = map(heads, (c.num_heads, *2 * [c.num_kv_heads]))
+        self.query, self.key = map(heads, (c.num_heads, c.num_kv_heads))
+        if not c.values_from_keys:
+            self.value = heads(c.num_kv_heads)
         if c.qk_norm not in ("none", "unscaled"):
             self.query_norm, self.key_norm = (
                 {
@@ -322,7 +324,10 @@ class Projections(nn.Module):
         """
         c = self.config
         with jax.named_scope("qkv"):
-            q, k, v = self.query(x), self.key(x), self.value(x)
+            q, k = self.query(x), self.key(x)
+            v = k if c.values_from_keys else self.value(x)
+            if c.value_norm:
+                v = norm_of_rotated(v, 1.0, c.norm_epsilon)
             if c.qk_norm in ("unscaled", "rotated"):
                 if c.rotates or c.qk_norm == "rotated":
                     q, k = (norm_of_rotated(y, rotation.scale, c.norm_epsilon) for y in (q, k))
@@ -483,8 +488,8 @@ def norm_of_rotated(
     changes the mean square m to scale^2 m.
 
     Args:
-      x: queries or keys, all of whose channels will be rotated.
-      scale: `Rotation.scale`; [B, 1, 1] if rows differ.
+      x: queries or keys, all of whose channels will be rotated; or values.
+      scale: `Rotation.scale`; [B, 1, 1] if rows differ; 1 if there is no rotation.
       epsilon: added to the mean square.
     """
     wide = x.astype(jnp.float32)

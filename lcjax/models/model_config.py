@@ -34,7 +34,9 @@ RotaryFraction = Annotated[float, Interval(above=0, most=1)]
 
 
 # Fields of `LayerKind` in place of those of the model
-_OF_ATTENTION = ("pattern", "rope", "head_dim", "num_kv_heads", "rotary_fraction")
+_OF_ATTENTION = (
+    *("pattern", "rope", "head_dim", "num_kv_heads", "rotary_fraction", "values_from_keys"),
+)
 _OF_KINDS = (*_OF_ATTENTION, "mixer", "norm_place")
 
 
@@ -52,17 +54,19 @@ class LayerKind:
     head_dim: PositiveInt | None = None
     num_kv_heads: PositiveInt | None = None
     rotary_fraction: RotaryFraction | None = None
+    values_from_keys: bool | None = None
 
     def __post_init__(self):
         check_choices("layers", self)
         check_fields("layers", self)
-        if self.mixer is not None and any(getattr(self, name) for name in _OF_ATTENTION):
+        if self.mixer is not None and any(getattr(self, x) is not None for x in _OF_ATTENTION):
             raise InputError(
                 "model.layers: an entry with a mixer has no attention, which"
                 f" {', '.join(_OF_ATTENTION)} are for; leave them out of it, or leave mixer out"
             )
 
 
+_UNSTATED = LayerKind()
 MAX_LAYERS = 2_000  # the deepest published transformer has 1,000 (DeepNet, arXiv 2203.00555)
 
 
@@ -92,6 +96,9 @@ class ModelConfig:
     # unscaled: of each head after the rotation, without scales, in layers that rotate (Llama 4);
     # rotated: of each head after the rotation, with scales (Hunyuan)
     qk_norm: Annotated[str, OneOf(("none", "head", "all", "each", "unscaled", "rotated"))] = "none"
+    value_norm: bool = False  # RMSNorm of the values of each head, without scales (Gemma 4)
+    # Values are keys before their norm and rotation, without a projection of their own (Gemma 4)
+    values_from_keys: bool = False
     # relu2: the square of ReLU (So et al. 2021, arXiv 2109.08668; Arcee)
     activation: Annotated[str, OneOf(("silu", "gelu_tanh", "relu2"))] = "silu"
     # "parallel": attention and MLP read the same normed input (Phi-2, Cohere)
@@ -111,6 +118,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     embedding_scale: float = 1.0  # factor of embeddings (Gemma: the root of the width)
     residual_scale: float = 1.0  # factor of the outputs of attention and MLP (Granite)
+    layer_scale: bool = False  # whether a learned number multiplies the output of a layer (Gemma 4)
     attention_scale: float | None = None  # factor of the attention logits; null: 1 / sqrt(H)
     # b and L: queries at position p are multiplied by 1 + b ln(1 + floor(p / L)), which sharpens
     # attention at far positions (Llama 4, Ministral 3); 0 and null: they are not
@@ -297,6 +305,7 @@ class ModelConfig:
         plain |= {"attention_scale": None, "attention_soft_cap": None, "norm_plus_one": False}
         plain |= {"attention_sinks": False, "query_scale": 0.0, "mixer": None}
         plain |= {"attention_gate": False, "rotary_share": "channels"}
+        plain |= {"value_norm": False, "values_from_keys": False, "layer_scale": False}
         for field, value in plain.items():
             if getattr(self, field) != value:
                 raise InputError(
@@ -395,7 +404,8 @@ class ModelConfig:
 
     def of_kind(self, kind: LayerKind) -> "ModelConfig":
         """Returns a config in which all layers are of `kind`."""
-        chosen = {name: getattr(kind, name) or getattr(self, name) for name in _OF_KINDS}
+        stated = {name: getattr(kind, name) for name in _OF_KINDS}
+        chosen = {name: value for name, value in stated.items() if value is not None}
         experts = None if kind.dense else self.experts
         return self.replace(**chosen, experts=experts, layers=())
 
@@ -423,7 +433,7 @@ class ModelConfig:
             names = {*_OF_KINDS, "dense"} - {"pattern", "rope"}
             parts = {name: getattr(old, name) for name in sorted(names)}
             for name, part in parts.items():
-                if getattr(new, name) and getattr(new, name) != part:
+                if getattr(new, name) not in (getattr(_UNSTATED, name), part):
                     raise InputError(
                         f"model.layers: {name}={getattr(new, name)} of layer {index} does not fit"
                         f" the weights of this model, whose layer has {name}={part}; leave {name}"

@@ -21,6 +21,7 @@ SIZES = {
     "eos_token_id": 258,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+GEMMA4 = {"hidden_size_per_layer_input": 0, "sliding_window": 7}
 # Model type, and keys of its config; a head of 20 channels is not the width over the heads.
 MODELS = {
     "llama": ("llama", {"head_dim": 20, "attention_bias": True, "mlp_bias": True}),
@@ -134,6 +135,70 @@ MODELS = {
             "final_logit_softcapping": 2.0,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
+    ),
+    "gemma4": (
+        "gemma4_text",
+        GEMMA4
+        | {
+            "num_hidden_layers": 6,
+            "head_dim": 20,
+            "global_head_dim": 24,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4, values of their own and no share": (
+        "gemma4_text",
+        GEMMA4
+        | {
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": YARN | {"rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "gemma4, shares in all layers": (
+        "gemma4_text",
+        GEMMA4
+        | {
+            "head_dim": 12,
+            "num_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "per_layer_config": {
+                "1": {"head_dim": 28, "num_key_value_heads": 4},
+                "2": {"head_dim": 28, "num_key_value_heads": 4},
+            },
+            "attention_bias": True,
+            "attention_k_eq_v": True,
+            "use_bidirectional_attention": "vision",
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 1e6,
+                    "partial_rotary_factor": 0.25,
+                    "factor": 8.0,
+                },
+                "sliding_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                },
+            },
+        },
+    ),
+    "gemma4, full attention in all layers": (
+        "gemma4_text",
+        GEMMA4 | {"layer_types": ["full_attention"] * 3, "global_head_dim": 20},
+    ),
+    "gemma4_unified": (
+        "gemma4_unified_text",
+        {"head_dim": 20, "sliding_window": 7, "global_head_dim": 20},
     ),
     "arcee": ("arcee", {"head_dim": 20}),
     "arcee, biases": (
@@ -532,6 +597,9 @@ def hf_model(name, dtype=None, **sizes):
     with torch.no_grad():  # biases and norms start at 0 and 1, where a swap would not show
         for path, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in path))
+        for path, buffer in model.named_buffers():
+            if path.endswith("layer_scalar"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2 + 1)
     return model
 
 

@@ -115,6 +115,11 @@ OTHER_VALUES = {
     "linear_conv_kernel_dim": (3,),
     "linear_allow_neg_eigval": (False,),
     "layer_rope_theta": ([0, 1e4, 1e4, 1e4],),
+    "attention_k_eq_v": (True,),
+    **dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), (2,)),
+    "enable_moe_block": (True,),
+    "use_double_wide_mlp": (True,),
+    **dict.fromkeys(("top_k_experts", "vocab_size_per_layer_input"), (3,)),
 }
 # Keys without effect on the logits of a text; the last ones are for images.
 NO_EFFECT = {
@@ -130,12 +135,20 @@ NO_EFFECT = {
     *("projector_input_dim", "projector_output_dim", "projector_dropout"),
     *("output_attentions", "output_hidden_states", "return_dict"),
     *("linear_a_log_min", "linear_a_log_max"),  # of initial weights
+    *("audio_config", "image_seq_length", "video_token_id", "audio_token_id"),
+    *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
+    *("standardize", "use_clipped_linears", "kv_sharing_modes"),
     *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
 }
 # Keys that a class has and does not use, or for other values of another key.
 UNUSED = {
     *(("olmoe", "num_local_experts"), ("olmoe", "sliding_window")),
     ("phi3", "original_max_position_embeddings"),
+    # For layers that read the keys of others, and for embeddings of layers
+    *(("gemma4_text", "use_double_wide_mlp"), ("gemma4_unified_text", "use_double_wide_mlp")),
+    ("gemma4_text", "vocab_size_per_layer_input"),
+    *(("gemma4_text", "top_k_experts"), ("gemma4_text", "num_experts")),
+    ("gemma4_text", "moe_intermediate_size"),
 }
 SWITCHED_ON = {
     "use_sliding_window": True,
@@ -146,6 +159,7 @@ SWITCHED_ON = {
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
     "intermediate_size_mlp": 64,
+    "hidden_size_per_layer_input": 0,
 }
 
 
@@ -161,7 +175,7 @@ def keys_read(kind):
             for part in re.split(
                 r"^(?=class )", (folder / f"{file}_{name}.py").read_text(), flags=re.M
             )
-            if not re.match(r"class \w*Vision", part)
+            if not re.match(r"class \w*(Vision|Audio|Multimodal|Clippable)", part)
         )
         for file in ("modeling", "configuration")
     )

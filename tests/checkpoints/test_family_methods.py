@@ -20,6 +20,7 @@ SIZES = dict(
     use_sliding_window=True, max_window_layers=2, num_local_experts=5, num_experts=5,
     num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20,
     intermediate_size_mlp=64, interleave_moe_layer_step=2, attention_chunk_size=12, floor_scale=8,
+    hidden_size_per_layer_input=0, global_head_dim=16,
 )  # fmt: skip
 HALF = tuple(1.0 + 0.1 * i for i in range(8))
 METHODS = {

@@ -245,6 +245,8 @@ def test_a_window_survives_the_way_out_and_back(family):
 LLAMA4 = LLAMA2 | {"model_type": "llama4_text", "intermediate_size_mlp": 96}
 QWEN2_MOE = LLAMA2 | {"model_type": "qwen2_moe"}
 GRANITE_SWA = LLAMA2 | {"model_type": "granite_swa"}
+GEMMA4 = LLAMA2 | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
+GEMMA4 = {key: value for key, value in GEMMA4.items() if key != "hidden_act"}
 OLMO_HYBRID = LLAMA2 | {"model_type": "olmo_hybrid"}
 
 
@@ -255,9 +257,40 @@ OLMO_HYBRID = LLAMA2 | {"model_type": "olmo_hybrid"}
         ({}, "model_type=None"),
         (
             {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}},
-            "model_type='gemma4' is not supported: layers of Gemma 4 .*; take a Gemma 3",
+            "hidden_size_per_layer_input=256 is not supported for model_type='gemma4_text'",
         ),
-        (LLAMA2 | {"model_type": "gemma4_text"}, "model_type='gemma4_text' is not supported: lay"),
+        (GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 is not supported"),
+        (
+            GEMMA4 | {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention='all' is not supported",
+        ),
+        (
+            GEMMA4 | {"per_layer_config": {"1": {"sliding_window": 3}}},
+            "per_layer_config of layer 1 is .* must have head_dim and num_key_value_heads alone",
+        ),
+        (
+            GEMMA4 | {"per_layer_config": {"0": {"head_dim": 8}, "1": {"head_dim": 16}}},
+            "per_layer_config of layer 1 is .* the same in all layers of a type",
+        ),
+        (GEMMA4 | {"per_layer_config": {"x": {}}}, "per_layer_config=.* by the numbers of layers"),
+        (
+            GEMMA4 | {"rope_parameters": {FULL: {"rope_type": "default"}}},
+            r"rope_parameters\['sliding_attention'\]=None .* must be an object with rope_type",
+        ),
+        (
+            GEMMA4
+            | {
+                "rope_parameters": {
+                    FULL: {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+                    SLIDING: {"rope_type": "default"},
+                }
+            },
+            "partial_rotary_factor, a share of 1, for rope_type=proportional alone",
+        ),
+        (
+            GEMMA4 | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            r"rope_scaling=.* is ignored by transformers .* rope_parameters\['full_attention'\]",
+        ),
         (
             LLAMA2
             | {"model_type": "longllama", "last_context_length": 1024, "mem_layers": [8, 16, 24]},

@@ -126,7 +126,48 @@ def llama4_of_images(folder):
     return saved_randomised(Llama4ForConditionalGeneration(config), folder)
 
 
+def gemma4_of_images(folder, kind):
+    """Saves a Gemma 4 of images and text as transformers does; returns it."""
+    import transformers
+
+    torch.manual_seed(0)
+    text = {key: value for key, value in SIZES.items() if not key.endswith("token_id")}
+    text |= {
+        "num_hidden_layers": 6,
+        "head_dim": 20,
+        "global_head_dim": 24,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "sliding_window": 7,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 3.0,
+        "use_bidirectional_attention": "vision",
+    }
+    vision = {
+        "Gemma4": {
+            **VISION,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "position_embedding_size": 16,
+        },
+        "Gemma4Unified": {"mm_embed_dim": 32, "mm_posemb_size": 16, "patch_size": 4},
+    }[kind]
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=259,
+        video_token_id=259,
+        audio_token_id=259,
+        eos_token_id=[258, 257],
+    )
+    return saved_randomised(
+        getattr(transformers, f"{kind}ForConditionalGeneration")(config), folder
+    )
+
+
 OF_IMAGES = {
+    "Gemma4ForCausalLM": functools.partial(gemma4_of_images, kind="Gemma4"),
+    "Gemma4UnifiedForCausalLM": functools.partial(gemma4_of_images, kind="Gemma4Unified"),
     "Qwen3_5ForCausalLM": qwen3_5_of_images,
     "Llama4ForCausalLM": llama4_of_images,
     "Gemma3ForCausalLM": gemma3_of_images,
@@ -150,7 +191,7 @@ def test_the_text_part_of_a_model_of_images_has_its_logits(tmp_path, prefix, arc
              "language_model." in name}  # fmt: skip
     last = f"layers.{model.config.text_config.num_hidden_layers - 1}.self_attn."
     assert f"{last}q_proj.weight" in texts and len(texts) < len(state)
-    assert (f"{last}q_norm.weight" in texts) == (architecture[:6] in ("Gemma3", "Qwen3_"))
+    assert (f"{last}q_norm.weight" in texts) == (architecture[:5] in ("Gemma", "Qwen3"))
     renamed, heads = {}, {"language_model.model.": "language_model.lm_head.weight"}
     for name, tensor in state.items():
         if name.endswith("lm_head.weight"):  # of a model that is not tied
@@ -226,8 +267,24 @@ LLAMA4_SCOUT = {
 }
 
 
+GEMMA4 = {
+    "model_type": "gemma4",
+    "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0},
+    "dtype": "bfloat16",
+}
+GEMMA4_UNIFIED = {
+    "model_type": "gemma4_unified",
+    "text_config": {"model_type": "gemma4_unified_text", "attention_k_eq_v": True},
+    "dtype": "bfloat16",
+}
+
+
 @pytest.mark.parametrize(
-    ("hf", "vocab_size"), [(GEMMA3_4B, 262_208), (GEMMA3_27B, 262_208), (LLAMA4_SCOUT, 202_048)]
+    ("hf", "vocab_size"),
+    [
+        *((GEMMA3_4B, 262_208), (GEMMA3_27B, 262_208), (LLAMA4_SCOUT, 202_048)),
+        *((GEMMA4, 262_144), (GEMMA4_UNIFIED, 262_144)),
+    ],
 )
 def test_what_text_config_leaves_out_is_what_transformers_takes(hf, vocab_size):
     from transformers import AutoConfig

@@ -1,0 +1,163 @@
+"""Layers with heads of several sizes, as in Gemma 4: caches, rows, devices and gradients."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from tiny_lm import ids, sharp_decoder, text
+
+from lcjax import Sampling
+from lcjax.attention import Sliding
+from lcjax.attention.policies import SnapKV
+from lcjax.cost.resources import parameter_shapes
+from lcjax.errors import InputError
+from lcjax.models import Decoder, LayerKind, preset
+from lcjax.models import cache as cache_lib
+from lcjax.models.decoder import random_params
+from lcjax.models.lora import LoRA
+from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
+from lcjax.rope import Default
+from lcjax.tree import flatten
+
+CONFIG = preset("tiny").replace(
+    num_layers=6,
+    width=32,
+    mlp_width=48,
+    head_dim=14,
+    num_kv_heads=1,
+    rotary_fraction=0.5,
+    rotary_share="frequencies",
+    qk_norm="head",
+    value_norm=True,
+    values_from_keys=True,
+    layer_scale=True,
+    norm_place="both",
+    attention_scale=1.0,
+    tie_embeddings=True,
+    layers=(
+        LayerKind(
+            *(2, Sliding(window=5), Default(theta=100.0)),
+            head_dim=8,
+            num_kv_heads=2,
+            rotary_fraction=1.0,
+            values_from_keys=False,
+        ),
+        LayerKind(),
+    ),
+)
+
+
+THREE = CONFIG.replace(num_layers=3)
+
+
+@functools.cache
+def params_of(config):
+    """Parameters whose vectors are random, too, so that none has no effect."""
+    keys = iter(jax.random.split(jax.random.key(1), 200))
+    return jax.tree.map(
+        lambda x: 2 * x if x.ndim > 1 else x + 0.2 * jax.random.normal(next(keys), x.shape),
+        random_params(config.replace(scan_layers=False), 0),
+    )
+
+
+def apply(config, params, tokens, **options):
+    return Decoder(config).apply({"params": params}, tokens, **options)
+
+
+def assert_close(x, y, tolerance=5e-5):
+    np.testing.assert_allclose(x, y, atol=tolerance * max(1, np.abs(y).max()), rtol=1e-4)
+
+
+def test_layers_have_the_parameters_of_their_kind():
+    params = {path: leaf.shape for path, leaf in parameter_shapes(THREE).items()}
+    attention = "layers_0/attention", "layers_2/attention"
+    assert [params[f"{name}/key/kernel"] for name in attention] == [(32, 2, 8), (32, 1, 14)]
+    assert [params[f"{name}/query/kernel"] for name in attention] == [(32, 4, 8), (32, 4, 14)]
+    assert params["layers_0/attention/value/kernel"] == (32, 2, 8)
+    assert "layers_2/attention/value/kernel" not in params
+    assert params["layers_2/output_scale"] == (1,)
+
+
+def test_rows_behind_padding_and_packed_documents_are_read_as_alone():
+    params, tokens = params_of(THREE), text(0, 2, 41)
+    read = jax.jit(functools.partial(apply, THREE))
+    padding = np.array([0, 13])
+    whole = [read(params, tokens[i : i + 1, padding[i] :]).hidden[0] for i in range(2)]
+    cache, outputs = cache_lib.create(THREE, 2, 64, chunk=16), []
+    assert {x["keys"].shape for x in cache.layers} == {(2, 2, 64, 8), (2, 1, 64, 14)}
+    rotation, at = THREE.rotation(64), np.arange(41) - padding[:, None]
+    for start, stop in (*((i, i + 8) for i in range(0, 40, 8)), (40, 41)):
+        part = slice(start, stop)
+        segments = (at[:, part] >= 0).astype(np.int32)
+        options = {"positions": np.maximum(at[:, part], 0), "rotation": rotation, "cache": cache}
+        output = read(params, tokens[:, part], segments=segments, **options)
+        cache = output.cache
+        outputs.append(output.hidden)
+    hidden = np.concatenate(outputs, 1)
+    for row, expected in enumerate(whole):
+        assert_close(hidden[row, padding[row] :], expected)
+
+    segments = np.repeat([1, 2, 0], [9, 28, 4])[None].astype(np.int32)
+    packed = read(params, tokens[:1], segments=segments).hidden
+    for part in (slice(0, 9), slice(9, 37)):
+        assert_close(packed[:, part], read(params, tokens[:1, part]).hidden)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [Mesh(tensor=2, context=4, fsdp=1), Mesh(fsdp=4, tensor=2), Mesh(context=8, fsdp=1)],
+    ids=["tensor and context", "fsdp and tensor", "context"],
+)
+def test_devices_and_scans_compute_the_gradients_of_layers_one_by_one(mesh):
+    tokens = text(2, 4, 32)
+    segments = np.repeat([1, 2, 0], [13, 16, 3])[None].repeat(4, 0).astype(np.int32)
+
+    def loss(params, model):
+        hidden = model.apply({"params": params}, tokens, segments=segments).hidden
+        return (hidden[..., :5] ** 3 * (segments != 0)[..., None]).mean()
+
+    apart, devices = CONFIG.replace(scan_layers=False), make_mesh(mesh)
+    params, gradient = params_of(CONFIG), jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    expected, slopes = gradient(params, Decoder(apart))
+    for path, slope in flatten(slopes).items():
+        assert np.isfinite(slope).all() and (slope != 0).any(), path
+    scanned = gradient(params, Decoder(CONFIG.replace(remat="dots")))
+    sharded = jax.device_put(params, param_shardings(devices, params))
+    for actual, actual_slopes in (scanned, gradient(sharded, Decoder(CONFIG, devices))):
+        np.testing.assert_allclose(actual, expected, rtol=2e-5)
+        jax.tree.map(functools.partial(assert_close, tolerance=2e-4), actual_slopes, slopes)
+
+
+@pytest.mark.slow
+def test_a_policy_evicts_from_layers_without_a_window_alone():
+    sampling, config = Sampling(max_new_tokens=6), CONFIG.replace(cache=SnapKV(tokens=32, window=8))
+    lm, exact = sharp_decoder(config), sharp_decoder(CONFIG)
+    prompts = [ids(6, 90), ids(7, 70)]
+    texts = lm.generate(prompts, sampling)
+    assert texts == [lm.generate([prompt], sampling)[0] for prompt in prompts]
+    short = [ids(8, 30), ids(9, 17)]  # which fit
+    assert lm.generate(short, sampling) == exact.generate(short, sampling)
+    # Keys and values in float32; layers without a window also hold order indices and 8 queries.
+    rings, kept = 4 * 2 * 5 * 2 * 8, 2 * (32 * (2 * 14 + 1) + 8 * (4 * 14 + 1))
+    assert lm.cache_bytes(1000) == lm.cache_bytes(100_000) == 4 * (rings + kept)
+
+
+def test_adapters_are_added_to_the_projections_that_layers_have():
+    lora = LoRA(rank=2, targets=("query", "key", "value", "out"))
+    params = parameter_shapes(THREE.replace(lora=lora))
+    adapters = {path for path in params if path.endswith("lora_a") and "/value/" in path}
+    assert adapters == {f"layers_{i}/attention/value/lora_a" for i in (0, 1)}
+
+
+def test_layers_keep_their_sizes_when_patterns_and_ropes_are_replaced():
+    kinds = (LayerKind(rope=Default(theta=5.0)), LayerKind(pattern=Sliding(window=7)))
+    other = CONFIG.replace(layers=CONFIG.kinds_with(kinds))
+    for index in range(6):
+        layer, before = other.layer(index), CONFIG.layer(index)
+        for name in ("head_dim", "num_kv_heads", "rotary_fraction", "values_from_keys"):
+            assert getattr(layer, name) == getattr(before, name)
+        assert layer.rope == (CONFIG.rope if index % 2 else Default(theta=5.0))
+    with pytest.raises(InputError, match="head_dim=10 of layer 0 does not fit the weights"):
+        CONFIG.kinds_with((LayerKind(head_dim=10),))
