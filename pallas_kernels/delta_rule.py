@@ -33,7 +33,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.arguments import check_shapes, on_any_mesh
-from pallas_kernels.dispatch import BY_NAME, Backend, CannotRun, platform
+from pallas_kernels.dispatch import BY_NAME, Backend, CannotRun, platform, self_check
 from pallas_kernels.explanations import Explanation, current_explanations
 from pallas_kernels.masks import integer
 from pallas_kernels.sharded import Layout, on_shards
@@ -56,6 +56,7 @@ XLA = "xla"
 #   unsupported(q, k, v, log_decay) -> why it cannot run the inputs, or None
 BACKENDS = {
     "tpu": Backend("pallas_kernels.backends.tpu.delta_rule", ("tpu",)),
+    "triton": Backend("pallas_kernels.backends.triton.delta_rule", ("cuda",), needs_check=True),
     XLA: Backend(__name__, ("cpu", "default"), portable=True),
 }
 
@@ -124,7 +125,7 @@ def gated_delta_rule(
         state = jnp.zeros((*q.shape[:1], *q.shape[2:], v.shape[3]), jnp.float32)
     state = state.astype(jnp.float32)
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    tokens = _Tokens(q, k, v, log_decay, beta)
+    tokens = Tokens(q, k, v, log_decay, beta)
     name = _choose(implementation, tokens)
     if 0 in v.shape:
         return jnp.zeros_like(v), state
@@ -137,15 +138,17 @@ def gated_delta_rule(
     return _on_one_device(tokens, state, segments, run)
 
 
-def _choose(implementation: str | None, tokens: _Tokens) -> str:
+def _choose(implementation: str | None, tokens: Tokens) -> str:
     """Returns the name of the backend to run, and records the explanation of the choice."""
     described = jax.sharding.get_abstract_mesh().abstract_device
-    current = platform() if described is None else described.platform
+    current = platform() if described is None else described.platform.replace("gpu", "cuda")
     call = f"gated_delta_rule(implementation={implementation!r})"
     if implementation not in (None, *BACKENDS):
         raise CannotRun(f"{call}: unknown; choose one of {', '.join(BACKENDS)}")
     reasons = {name: _unsupported(name, tokens, current) for name in BACKENDS}
-    if implementation is not None and reasons[implementation] is not None:
+    if implementation is None:
+        reasons |= {x: _unchecked(x, tokens) for x, reason in reasons.items() if reason is None}
+    elif reasons[implementation] is not None:
         raise CannotRun(f"{call}: {reasons[implementation]}; leave it out for one that can")
     able = [name for name, reason in reasons.items() if reason is None]
     name = implementation or able[0]
@@ -158,7 +161,7 @@ def _choose(implementation: str | None, tokens: _Tokens) -> str:
     return name
 
 
-def _unsupported(name: str, tokens: _Tokens, current: str) -> str | None:
+def _unsupported(name: str, tokens: Tokens, current: str) -> str | None:
     """Returns why a backend cannot run the inputs on a platform, or None."""
     backend = BACKENDS[name]
     if backend.portable:
@@ -171,7 +174,15 @@ def _unsupported(name: str, tokens: _Tokens, current: str) -> str | None:
     return backend.load().unsupported(q, k, v, log_decay)
 
 
-class _Tokens(NamedTuple):
+def _unchecked(name: str, tokens: Tokens) -> str | None:
+    """Returns why a backend that can run the inputs may run by name only, or None."""
+    if not BACKENDS[name].needs_check:
+        return None
+    largest = max(tokens.q.shape[-1], tokens.v.shape[-1])
+    return self_check().why_delta_rule_may_not_run(name, str(tokens.q.dtype), largest)
+
+
+class Tokens(NamedTuple):
     """Arrays [B, T, N, ...]; q is None if only states are computed."""
 
     q: jax.Array | None
@@ -181,13 +192,13 @@ class _Tokens(NamedTuple):
     beta: jax.Array
 
 
-def _on_one_device(tokens: _Tokens, state, segments, run):
+def _on_one_device(tokens: Tokens, state, segments, run):
     tokens, _ = _without_documents(tokens, segments)
     out, state = run(tokens, state)
     return _without_output(out, segments), state
 
 
-def _without_documents(tokens: _Tokens, segments):
+def _without_documents(tokens: Tokens, segments):
     """Returns tokens that a recurrence without documents can read, and the `_documents`.
 
     Padding changes no state. The first token of a document, but not of the row, decays the state
@@ -225,7 +236,7 @@ def _documents(segments):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _run_kernels(tokens: _Tokens, state, static: tuple[str, int, lax.Precision | None]):
+def _run_kernels(tokens: Tokens, state, static: tuple[str, int, lax.Precision | None]):
     """Returns (out, state) computed by a backend's kernels.
 
     Args:
@@ -235,7 +246,7 @@ def _run_kernels(tokens: _Tokens, state, static: tuple[str, int, lax.Precision |
     return _forward(tokens, state, static, keep_states=False)[:2]
 
 
-def _save(tokens: _Tokens, state, static):
+def _save(tokens: Tokens, state, static):
     out, after, states = _forward(tokens, state, static, keep_states=True)
     return (out, after), (tokens, states)
 
@@ -246,24 +257,24 @@ def _pull_back(static, saved, cotangents):
     def by_xla(*arrays):
         *tokens, states, d_out, d_state = arrays
         run = functools.partial(_scan, chunk=options[0], precision=options[1])
-        _, pull = jax.vjp(run, _Tokens(*tokens), states[:, :, 0])
+        _, pull = jax.vjp(run, Tokens(*tokens), states[:, :, 0])
         d_tokens, d_first = pull((d_out, d_state))
         return *d_tokens, d_first
 
     *d_tokens, d_first = _on_platform(name, "backward", by_xla, *tokens, states, *cotangents)
-    return _Tokens(*d_tokens), d_first
+    return Tokens(*d_tokens), d_first
 
 
 _run_kernels.defvjp(_save, _pull_back)
 
 
-def _forward(tokens: _Tokens, state, static, keep_states: bool):
+def _forward(tokens: Tokens, state, static, keep_states: bool):
     name, chunk, precision = static
     groups = -(-tokens.v.shape[1] // BACKENDS[name].load().GROUP)
 
     def by_xla(*arrays):
         *tokens, state = arrays
-        out, after = _scan(_Tokens(*tokens), state, chunk, precision)
+        out, after = _scan(Tokens(*tokens), state, chunk, precision)
         # Its backward pass reads the first state alone.
         states = jnp.broadcast_to(state[:, :, None], (*state.shape[:2], groups, *state.shape[2:]))
         return out, after, states if keep_states else None
@@ -280,7 +291,7 @@ def _on_platform(name: str, direction: str, by_xla, *arrays, **options):
         return lax.platform_dependent(*arrays, **branches, default=by_xla)
 
 
-def _scan(tokens: _Tokens, state, chunk: int, precision):
+def _scan(tokens: Tokens, state, chunk: int, precision):
     """Returns (out, state); out is None if there are no queries."""
     batch, length, heads, size = tokens.v.shape
     if length == 1 and tokens.q is not None:
@@ -289,7 +300,7 @@ def _scan(tokens: _Tokens, state, chunk: int, precision):
     chunks = -(-length // chunk)
     groups = -(-chunks * chunk // max(GROUP_TOKENS, chunk))
     shape = groups, -(-chunks // groups), chunk
-    tokens = jax.tree.map(lambda x: _split(x, shape), tokens)
+    tokens = jax.tree.map(lambda x: split_tokens(x, shape), tokens)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def run(state, group):
@@ -301,7 +312,7 @@ def _scan(tokens: _Tokens, state, chunk: int, precision):
     return jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, size)[:, :length], state
 
 
-def _split(x, shape: tuple[int, int, int]):
+def split_tokens(x, shape: tuple[int, int, int]):
     """[B, T, ...] -> [groups, B, chunks, C, ...], padded at the end.
 
     Padded tokens change no state, as their beta and log_decay are 0.
@@ -312,7 +323,7 @@ def _split(x, shape: tuple[int, int, int]):
     return jnp.moveaxis(x.reshape(x.shape[0], *shape, *x.shape[2:]), 1, 0)
 
 
-def _step(tokens: _Tokens, state, precision):
+def _step(tokens: Tokens, state, precision):
     """Computes the recurrence for one token, as a step of generation does."""
     q, k, v, log_decay, beta = (x[:, 0].astype(jnp.float32) for x in tokens)
     einsum = functools.partial(jnp.einsum, precision=precision)
@@ -324,7 +335,7 @@ def _step(tokens: _Tokens, state, precision):
     return out[:, None].astype(tokens.v.dtype), state
 
 
-class _Chunks(NamedTuple):
+class Chunks(NamedTuple):
     """What chunks are to a state at their start, [chunks, B, N, ...]; `D` etc. as in this file."""
 
     k_start: jax.Array  # K' [C, K]
@@ -336,12 +347,12 @@ class _Chunks(NamedTuple):
     scores: jax.Array | None  # tril(Q K^T * D) [C, C]
 
 
-def _group(state, tokens: _Tokens, precision):
+def _group(state, tokens: Tokens, precision):
     """Returns the next state and the outputs [B, chunks, C, N, V] of a group of chunks."""
     matmul = functools.partial(jnp.matmul, precision=precision)
     dtype, width = tokens.v.dtype, state.shape[-1]
 
-    def step(state, x: _Chunks):
+    def step(state, x: Chunks):
         # Columns of the state beyond those of v are the linear map of `_affine_map`.
         v = jnp.pad(x.v, [(0, 0)] * 3 + [(0, width - x.v.shape[-1])])
         updates = matmul(x.solve, v - matmul(x.k_start, state))
@@ -351,11 +362,11 @@ def _group(state, tokens: _Tokens, precision):
         out = matmul(x.q_start, state) + matmul(x.scores, updates)
         return after, out.astype(dtype)
 
-    state, out = lax.scan(step, state, _chunks(tokens, precision))
+    state, out = lax.scan(step, state, chunk_matrices(tokens, precision))
     return state, None if out is None else out.transpose(1, 0, 3, 2, 4)
 
 
-def _chunks(tokens: _Tokens, precision) -> _Chunks:
+def chunk_matrices(tokens: Tokens, precision) -> Chunks:
     """Computes what needs no state, for all chunks of a group at once."""
 
     def heads_first(x):
@@ -368,7 +379,7 @@ def _chunks(tokens: _Tokens, precision) -> _Chunks:
     start, end, whole = jnp.exp(start), jnp.exp(end), jnp.exp(whole)
     solve = _inverse(beta[..., None] * keys) * beta[..., None, :]
     q_start = None if q is None else q * start
-    return _Chunks(k * start, k * end, v, solve, whole.mT, q_start, scores)
+    return Chunks(k * start, k * end, v, solve, whole.mT, q_start, scores)
 
 
 def _scalar_products(q, k, log_decay, precision):
@@ -487,7 +498,7 @@ def _inverse_jvp(primals, tangents):
     return inverse, -exact(exact(inverse, tangents[0]), inverse)
 
 
-def _over_mesh(tokens: _Tokens, state, segments, run, maps, layout: Layout, precision):
+def _over_mesh(tokens: Tokens, state, segments, run, maps, layout: Layout, precision):
     """Runs `run` on shards; devices of a split length exchange maps of the state (by `maps`)."""
     layout = layout.of_tokens(tokens.k)
 
@@ -501,11 +512,11 @@ def _over_mesh(tokens: _Tokens, state, segments, run, maps, layout: Layout, prec
     of_tokens = layout.spec(tokens.k, heads=True)
     of_state = PartitionSpec(of_tokens[0], of_tokens[2])
     of_segments = None if segments is None else layout.spec(segments)
-    specs = _Tokens(*[of_tokens] * 5), of_state, of_segments
+    specs = Tokens(*[of_tokens] * 5), of_state, of_segments
     return on_shards(local, (tokens, state, segments), specs, (of_tokens, of_state), layout.mesh)
 
 
-def _states(run, tokens: _Tokens, state, documents, precision, axis: str):
+def _states(run, tokens: Tokens, state, documents, precision, axis: str):
     """Returns the states before this device's tokens and after those of all devices.
 
     The state after a device's tokens is `linear @ before + constant`. All devices compute both for

@@ -395,10 +395,10 @@ def _may_run(name: str, backend: Backend, measured: bool, inputs, direction: str
     form = timings.form_of(timings.kind_of_any_dtype(*inputs))
     if reason := timings.why_wrong(name, str(inputs[0].dtype), form):
         return False, f"it was measured to be wrong: {reason}"
-    return _self_check().may_run(name, direction, inputs, measured)
+    return self_check().may_run(name, direction, inputs, measured)
 
 
-def _self_check():
+def self_check():
     """Imports the module late: it is also a command, and itself imports this package."""
     return importlib.import_module("pallas_kernels.self_check")
 
@@ -412,12 +412,12 @@ def _log_choice(times: dict, kind, family: str, chosen: dict, reasons: dict) -> 
     of_cuda = {x: reasons[x] for x in backends if x in refused and "cuda" in backends[x].platforms}
     unmeasured = current == "cuda" and kind and not times and backends[fastest].portable
     # The self-check has already logged what it refuses.
-    if unmeasured and not any(x.startswith(_self_check().LOGGED) for x in of_cuda.values()):
+    if unmeasured and not any(x.startswith(self_check().LOGGED) for x in of_cuda.values()):
         why = "; ".join(f"not {name}, {reason}" for name, reason in of_cuda.items())
         _warn_once(UNMEASURED.format(family, kind, nvidia.device_kind(), why))
     for name in refused:
         known = name in times or not backends[name].needs_check
-        is_silent = reasons[name] == NO_D_LSE or reasons[name].startswith(_self_check().LOGGED)
+        is_silent = reasons[name] == NO_D_LSE or reasons[name].startswith(self_check().LOGGED)
         if known and current in backends[name].platforms and not is_silent:
             _warn_once(f"{family}: not {name}, {reasons[name]}; {fastest} runs")
 

@@ -13,6 +13,7 @@ import re
 import subprocess
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -246,3 +247,24 @@ def landmark(kind: str, size: int, height: int, dtype) -> Tile | None:
     rows, warps, stages = tiles[KINDS.index(kind)]
     reason = _tile_reason(f"{rows} x a landmark block", target, dtype, max(size, 64))
     return Tile(rows, 1, warps, stages, reason)
+
+
+class Columns(NamedTuple):
+    """Columns of a state that a program of the delta rule holds, its warps and pipeline stages."""
+
+    columns: int
+    warps: int
+    stages: int
+
+
+def delta_rule(size: int, dtype) -> Columns:
+    """Returns the sizes of the kernels of the gated delta rule.
+
+    Args:
+      size: the larger head size, padded to a power of two.
+    """
+    if size > 128:
+        return Columns(16, 8, 1)
+    if str(dtype) == "float32":
+        return Columns(16, 4, 1)
+    return Columns(32 if architecture() == "sm90" else 16, 4, 2)

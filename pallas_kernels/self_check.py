@@ -30,6 +30,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import math
@@ -76,11 +77,14 @@ class Case(NamedTuple):
     slopes: bool = False  # adds a linear bias, whose gradient is compared too
     codes: str | None = None  # dtype of keys and values, whole numbers, as codes; no backward pass
     landmark: int = 0  # tokens of a block of `landmark_attention`; 0: the call is `flash`
+    delta_rule: bool = False  # the call is `gated_delta_rule`, of t tokens
 
 
 # Cases that calls with such an option need besides their kind. In the last one several query heads
 # share a key head and there are few programs, so dk and dv are computed for each query head.
 BIAS, CAP, GROUPS = "linear bias", "soft cap", "grouped heads"
+GRADIENTS = "dq", "dk", "dv", "d_slopes"
+DELTA_RULE = "gated delta rule, heads of {}"
 
 
 @functools.cache
@@ -113,11 +117,13 @@ def cases(dtype: str) -> dict[str, Case]:
         BIAS: Case(300, 300, 64, causal(), slopes=True),
         CAP: Case(300, 300, 64, causal(), {"soft_cap": 5.0}),
         GROUPS: Case(1100, 1100, large, causal()),
+        DELTA_RULE.format(large): Case(300, 300, large, delta_rule=True),
     }
     if dtype != "float32":
         by_kind["landmark, heads of 64"] = Case(300, 300, 64, landmark=64)
         by_kind["landmark, heads of 128"] = Case(300, 300, 128, landmark=64)
         by_kind["causal, heads of 256"] = Case(300, 300, 256, causal())
+        by_kind[DELTA_RULE.format(256)] = Case(300, 300, 256, delta_rule=True)
     return by_kind
 
 
@@ -146,7 +152,24 @@ def may_run(name: str, direction: str, inputs, measured: bool = False) -> tuple[
       measured: whether a measurement of such calls was right, which is enough where no check is
         possible.
     """
-    dtype = str(inputs[0].dtype)
+    dtype, cases_needed = str(inputs[0].dtype), needed(*inputs)
+    return _passed(name, dtype, cases_needed, (direction,), measured)
+
+
+def why_delta_rule_may_not_run(name: str, dtype: str, largest: int) -> str | None:
+    """Returns why a backend may not run a call of `gated_delta_rule`, or None; may start the check.
+
+    Args:
+      largest: the larger size of heads of keys and of values.
+    """
+    sizes = (nvidia.LARGEST_EXACT,) if dtype == "float32" else (128, 256)
+    size = next((x for x in sizes if largest <= x), sizes[-1])
+    can, why = _passed(name, dtype, [DELTA_RULE.format(size)], ("forward", "backward"), False)
+    return None if can else why
+
+
+def _passed(name: str, dtype: str, required, directions, measured: bool) -> tuple[bool, str]:
+    """Returns whether a backend passed the cases `required` in all `directions`, and why."""
     if measured and jax.process_count() > 1 and timings.is_current() and not known().get(dtype):
         return True, "measured, and not checked in a job of several processes"
     outcomes = results(dtype)
@@ -158,8 +181,7 @@ def may_run(name: str, direction: str, inputs, measured: bool = False) -> tuple[
         if outcomes == DESCRIBED or (name in TRUSTED and not refused):
             return True, reason
         return False, outcomes if refused else reason
-    required = needed(*inputs)
-    for case in required:
+    for case, direction in itertools.product(required, directions):
         by_direction = outcomes.get(name, {}).get(case, {})
         if direction not in by_direction:
             return False, f"not checked: {case}"
@@ -451,7 +473,7 @@ def _begin(pool, name: str, case: Case, dtype: str):
             # The forward pass may be right without a backward pass.
             forward = _forward_alone(case, name, inputs, reference.result(), dtype)
             return {"forward": forward, "backward": _reason(error)}
-        forward = {x: actual.pop(x) for x in ("out", "lse")}
+        forward = {x: actual.pop(x) for x in [*actual] if x not in GRADIENTS}
         right = reference.result()
         if not actual:  # a call without gradients
             return {"forward": compare(forward, right, dtype)}
@@ -512,7 +534,8 @@ def arrays(case: Case, dtype: str) -> tuple:
     q, k, v and d_out are rounded to `dtype`.
     """
     rng, heads, rows = np.random.default_rng(0), 4, 1
-    q, k = (rows, case.t, heads, case.size), (rows, case.s, heads // 2, case.size)
+    kv_heads = heads if case.delta_rule else heads // 2
+    q, k = (rows, case.t, heads, case.size), (rows, case.s, kv_heads, case.size)
     q, k, v, d_out = (
         rng.normal(size=x).astype(np.float32).astype(jnp.dtype(dtype)) for x in (q, k, k, q)
     )
@@ -532,6 +555,9 @@ def program(case: Case, name: str, d_lse: bool | None):
     from pallas_kernels.flash import flash
     from pallas_kernels.landmark import landmark_attention
     from pallas_kernels.quantised import Scaled
+
+    if case.delta_rule:
+        return _delta_rule_program(name, with_gradients=d_lse is not None)
 
     def attention(q, k, v, slopes):
         if case.landmark:
@@ -556,8 +582,32 @@ def program(case: Case, name: str, d_lse: bool | None):
         else:
             out, pull, lse = jax.vjp(attention, *arrays, has_aux=True)
             gradients = pull(d_out)
-        named = zip(("dq", "dk", "dv", "d_slopes"), gradients, strict=True)
+        named = zip(GRADIENTS, gradients, strict=True)
         return {"out": out, "lse": lse} | {x: y for x, y in named if y is not None}
+
+    return run
+
+
+def _delta_rule_program(name: str, with_gradients: bool):
+    """Returns a function that maps `arrays` to the results of `gated_delta_rule`."""
+    from pallas_kernels.delta_rule import XLA, gated_delta_rule
+
+    def rule(q, k, v):
+        x, y = (x.astype(jnp.float32) for x in (q, k))
+        log_decay, beta = -0.1 * jnp.square(x[..., 0]), jax.nn.sigmoid(y[..., 0])
+        q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (x, y))
+        implementation = XLA if name == "reference" else name
+        return gated_delta_rule(
+            q.astype(v.dtype), k.astype(v.dtype), v, log_decay, beta, implementation=implementation
+        )
+
+    def run(q, k, v, slopes, d_out, d_lse):
+        (out, state), pull = jax.vjp(rule, q, k, v)
+        values = {"out": out, "state": state}
+        if not with_gradients:
+            return values
+        gradients = pull((d_out, jnp.ones_like(state)))
+        return values | dict(zip(GRADIENTS, gradients, strict=False))
 
     return run
 

@@ -46,6 +46,7 @@ from jax.experimental import topologies
 from pallas_kernels import causal, prefix, window
 from pallas_kernels.backends.mosaic_gpu import attention as _mosaic_gpu
 from pallas_kernels.backends.triton import attention as _triton
+from pallas_kernels.backends.triton import delta_rule as _triton_delta_rule
 from pallas_kernels.backends.triton import landmark as _triton_landmark
 from pallas_kernels.biases import Alibi
 from pallas_kernels.dispatch import Operands, Spec
@@ -78,6 +79,7 @@ LANDMARKS = {  # batch, tokens, tokens of a block, query heads, key heads, trace
     "landmark": (1, 4096, 64, 8, 8, False),
     "landmark_documents": (2, 4095, 51, 8, 2, True),
 }
+DELTA_RULE = 1, 4096, 32  # rows, tokens and heads of the call "delta_rule"
 KERNELS = ("forward", "d_queries", "d_keys")
 # First word of a row's name: the kernel's module, and its name in the program text.
 MODULES = {
@@ -89,6 +91,10 @@ LANDMARK = _triton_landmark, "lcjax_landmark_{}"
 ROWS = [("h200", 64, "bfloat16", "causal"), ("h200", 128, "bfloat16", "causal")]
 ROWS += [("a100", 128, "bfloat16", "causal")]
 ROWS += [(gpu, size, "bfloat16", "landmark") for gpu in ("h200", "a100") for size in (64, 128)]
+DELTA_RULES = [("h200", 128, "bfloat16"), ("a100", 128, "bfloat16")]
+DELTA_RULE_OTHERS = [("l40s", 128, "bfloat16")]
+DELTA_RULE_OTHERS += [(gpu, 256, "bfloat16") for gpu in GPUS]
+DELTA_RULE_OTHERS += [(gpu, 64, "float32") for gpu in GPUS]
 MOSAIC = [("h200", size, "bfloat16", x) for size in (64, 128) for x in ("causal", "documents")]
 MOSAIC += [("h200", 64, "bfloat16", "packed"), ("h200", 128, "bfloat16", "grouped")]
 OTHERS = [  # run by --all
@@ -147,8 +153,8 @@ def described(gpu: str):
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def inputs(gpu: str, size: int, dtype: str, call: str):
-    """Returns (q, k, v, out, lse), operands and spec of a call."""
+def arrays_of(gpu: str, dtype: str):
+    """Returns a function of sizes that describes an array on that GPU."""
     target = (HERE / "targets" / f"{gpu}.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
     place = jax.sharding.SingleDeviceSharding(topology.devices[0])
@@ -156,6 +162,12 @@ def inputs(gpu: str, size: int, dtype: str, call: str):
     def array(*shape, kind=dtype):
         return jax.ShapeDtypeStruct(shape, kind, sharding=place)
 
+    return array
+
+
+def inputs(gpu: str, size: int, dtype: str, call: str):
+    """Returns (q, k, v, out, lse), operands and spec of a call."""
+    array = arrays_of(gpu, dtype)
     if call in LANDMARKS:
         b, t, block, n, heads, traced = LANDMARKS[call]
         count = t // block
@@ -177,6 +189,8 @@ def inputs(gpu: str, size: int, dtype: str, call: str):
 def module_of(kernel: str, call: str):
     """Returns a kernel's module, the last word of its name, and its name in the program text."""
     *word, kernel = kernel.split()
+    if call == "delta_rule":
+        return _triton_delta_rule, kernel, f"lcjax_delta_rule_{kernel}"
     module, entry = LANDMARK if call in LANDMARKS else MODULES[" ".join(word)]
     return module, kernel, entry.format(kernel)
 
@@ -184,6 +198,8 @@ def module_of(kernel: str, call: str):
 def traced(kernel: str, gpu: str, size: int, dtype: str, call: str):
     """Traces one kernel with jax.jit; lower and compile it in the same `described` context."""
     module, kernel, _ = module_of(kernel, call)
+    if call == "delta_rule":
+        return traced_delta_rule(module, kernel, gpu, size, dtype)
     (q, k, v, out, lse), operands, spec = inputs(gpu, size, dtype, call)
     reason = module.unsupported(q, k, v, operands, spec)
     assert reason is None, reason
@@ -195,6 +211,22 @@ def traced(kernel: str, gpu: str, size: int, dtype: str, call: str):
         return (dq, *d_bias) if kernel == "d_queries" else (dk, dv)
 
     return jax.jit(backward).trace(q, k, v, out, lse, out, lse, operands)
+
+
+def traced_delta_rule(module, direction: str, gpu: str, size: int, dtype: str):
+    """Traces a pass of the gated delta rule with heads of `size` channels."""
+    array, (batch, tokens, heads) = arrays_of(gpu, dtype), DELTA_RULE
+    x, gate = array(batch, tokens, heads, size), array(batch, tokens, heads, kind="float32")
+    state, groups = (batch, heads, size, size), -(-tokens // module.GROUP)
+    first, states = (
+        array(*shape, kind="float32") for shape in (state, (*state[:2], groups, *state[2:]))
+    )
+    call = x, x, x, gate, gate
+    reason = module.unsupported(*call[:4])
+    assert reason is None, reason
+    if direction == "forward":
+        return jax.jit(lambda *x: module.forward(*x, keep_states=True)).trace(*call, first)
+    return jax.jit(lambda *x: module.backward(*x)).trace(*call, states, x, first)
 
 
 def compile_one(kernel: str, gpu: str, size: int, dtype: str, call: str) -> dict:
@@ -282,6 +314,8 @@ def rows(every: bool):
     """Yields kernel, GPU, head size, dtype and call of every row; `every`: also of OTHERS."""
     for row in ROWS + (OTHERS if every else []):
         yield from ((kernel, *row) for kernel in KERNELS[: 1 if row[-1] == "few" else 3])
+    for row in DELTA_RULES + (DELTA_RULE_OTHERS if every else []):
+        yield from ((kernel, *row, "delta_rule") for kernel in ("forward", "backward"))
     for row in MOSAIC + (MOSAIC_OTHERS if every else []):
         yield from ((f"mosaic {kernel}", *row) for kernel in KERNELS)
 

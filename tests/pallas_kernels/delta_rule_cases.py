@@ -157,10 +157,11 @@ def wide(is_packed, **options):
     return run
 
 
-def register_interpreted(monkeypatch, kernels):
+def register_interpreted(monkeypatch, kernels, *, needs_gpu=False):
     """Makes "interpreted" an implementation for CPUs, of the kernels of a module."""
     module = types.ModuleType(f"interpreted_{kernels.__name__}")
-    module.unsupported, module.GROUP = kernels.unsupported, kernels.GROUP
+    module.GROUP = kernels.GROUP
+    module.unsupported = (lambda *arrays: None) if needs_gpu else kernels.unsupported
     for name in ("forward", "backward"):
         setattr(module, name, functools.partial(getattr(kernels, name), interpret=True))
     monkeypatch.setitem(sys.modules, module.__name__, module)

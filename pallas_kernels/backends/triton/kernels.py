@@ -112,10 +112,14 @@ def axis(length: int, block: int, most: int) -> Axis:
 
 def dot(spec: KernelSpec, a, b, axis: int, of: int = 1):
     """Returns a times b, over axis `of` of a and `axis` of b, in float32."""
+    return product(a, b, axis, of, spec.interpret)
+
+
+def product(a, b, axis: int, of: int, interpret):
+    """The same; `interpret` is whether the kernel is interpreted."""
     precision = None
     if a.dtype == F32:  # three TF32 products on tensor cores are almost as exact as float32
-        exact = lax.Precision.HIGHEST
-        precision = exact if spec.interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+        precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     dims = (((of,), (axis,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=F32)
 
