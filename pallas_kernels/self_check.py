@@ -1,13 +1,14 @@
-"""Checks the attention kernels on the GPU of this machine once, and stores the results.
+"""Checks the kernels on the GPU of this machine once, and stores the results.
 
 GPU kernels run by default only if they passed. The first call that one of them could run starts the
 check: a child process for each backend computes a few small cases of the call's dtype, forward and
-backward, and compares them with `pallas_kernels.reference` in float32 on the CPU. Results are
-stored by backend, dtype, kind of call and direction. What fails, crashes or takes too long is not
-used, and one line of the log lists it. The file of results is in `timings.folder()`. Its name
-contains the name of the GPU, and a hash of it, its driver, the versions of JAX, cuDNN and
-compilers, and the sources of the kernels. A check that ran out of time is repeated by processes
-that allow more time, and one that ran out of memory by every process.
+backward, and compares them with `pallas_kernels.reference` in float32 on the CPU (those of the
+gated delta rule with its XLA form). Results are stored by backend, dtype, kind of call and
+direction. What fails, crashes or takes too long is not used, and one line of the log lists it. The
+file of results is in `timings.folder()`. Its name contains the name of the GPU, and a hash of it,
+its driver, the versions of JAX, cuDNN and compilers, and the sources of the kernels. A check that
+ran out of time is repeated by processes that allow more time, and one that ran out of memory by
+every process.
 
     python -m pallas_kernels.self_check                     # now, again, and prints the results
     python -m pallas_kernels.self_check --dtypes bfloat16
@@ -162,10 +163,15 @@ def why_delta_rule_may_not_run(name: str, dtype: str, largest: int) -> str | Non
     Args:
       largest: the larger size of heads of keys and of values.
     """
-    sizes = (nvidia.LARGEST_EXACT,) if dtype == "float32" else (128, 256)
-    size = next((x for x in sizes if largest <= x), sizes[-1])
-    can, why = _passed(name, dtype, [DELTA_RULE.format(size)], ("forward", "backward"), False)
+    required = [needed_by_delta_rule(dtype, largest)]
+    can, why = _passed(name, dtype, required, ("forward", "backward"), False)
     return None if can else why
+
+
+def needed_by_delta_rule(dtype: str, largest: int) -> str:
+    """Returns the case with the kernels of a call, which must be right (`nvidia.delta_rule`)."""
+    sizes = (nvidia.LARGEST_EXACT,) if dtype == "float32" else (128, 256)
+    return DELTA_RULE.format(next((x for x in sizes if largest <= x), sizes[-1]))
 
 
 def _passed(name: str, dtype: str, required, directions, measured: bool) -> tuple[bool, str]:
