@@ -103,10 +103,11 @@ class Family:
     fused: tuple[str, ...] = ()  # projections that are stored together, from `hf_names.FUSED`
     mlp_width_key: str = "intermediate_size"
     experts: tuple[Key, ...] = ()  # of a mixture of experts; keys set fields of `Experts`
-    fixed_experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of these
+    # Fields of these that the class fixes; a function is called with the width of MLPs.
+    fixed_experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dense: DenseLayers | None = None  # None: no layer is dense
     # How the matrices of experts are stored: "each" by itself; those of all in one array, where
-    # columns of gate and up-projection are "alternating" or "halves"
+    # columns of gate and up-projection are "alternating" or "halves", or rows are halves ("rows")
     expert_arrays: str = "each"
     # Of the mixer of layers that `layer_types` calls LINEAR; keys set fields of `GatedDeltaNet`
     mixer: tuple[Key, ...] = ()
@@ -126,6 +127,10 @@ class Family:
     def fixed_fields(self, width: int) -> dict[str, Any]:
         """Returns the fields that the class fixes, for a model of this width."""
         return {k: v(width) if callable(v) else v for k, v in self.fixed.items()}
+
+    def fixed_expert_fields(self, mlp_width: int) -> dict[str, Any]:
+        """Returns the fields of experts that the class fixes, for MLPs of this width."""
+        return {k: v(mlp_width) if callable(v) else v for k, v in self.fixed_experts.items()}
 
 
 def _every(period: int) -> Callable[[dict[str, Any]], list[str]]:
@@ -450,7 +455,28 @@ FAMILIES: dict[str, Family] = {
         **_GEMMA4,
         window=512,
         defaults={"num_key_value_heads": 4, "hidden_size_per_layer_input": 256},
-        only=_GEMMA4_ONLY | {"hidden_size_per_layer_input": (0,), "enable_moe_block": (False,)},
+        only=_GEMMA4_ONLY | {"hidden_size_per_layer_input": (0,)},
+        experts=(
+            Key("num_experts", ("count",), None),
+            Key("top_k_experts", ("top_k",), None),
+            Key("moe_intermediate_size", ("width",), None, write=lambda _, c: c.expert_width),
+        ),
+        fixed_experts={
+            "balance": 0.0,
+            "shared_width": lambda mlp_width: mlp_width,
+            "branch_norms": True,
+            "expert_scale": True,
+        },
+        dense=DenseLayers(
+            lambda hf: [not hf.get("enable_moe_block", False)] * hf["num_hidden_layers"],
+            lambda dense: {"enable_moe_block": not all(dense)},
+        ),
+        expert_arrays="rows",
+        modules={
+            "mlp.gate": "router.proj",
+            "mlp.experts": "experts",
+            **{f"mlp.shared_expert.{name}": f"mlp.{name}" for name in _PROJECTIONS},
+        },
     ),
     "gemma4_unified_text": Family(
         "Gemma4UnifiedForCausalLM",
@@ -773,7 +799,7 @@ def _expert_differences(config: ModelConfig, family: Family) -> list[str]:
         return [f"experts={experts}"]
     free = {field for key in family.experts for field in key.fields}
     required = {field.name: field.default for field in dataclasses.fields(experts)}
-    required |= family.fixed_experts
+    required |= family.fixed_expert_fields(config.mlp_width)
     wrong = [
         f"experts.{name}={getattr(experts, name)!r}"
         for name, value in required.items()
@@ -786,7 +812,11 @@ def _expert_differences(config: ModelConfig, family: Family) -> list[str]:
             wrong.append(f"experts.{first}=None")
         others = {name: getattr(experts, name) for name in others}
         wrong += [f"experts.{name}={other}" for name, other in others.items() if other != value]
-    if family.dense is None and any(kind.dense for kind in config.kinds):
+    dense = [config.layer(i).experts is None for i in range(config.num_layers)]
+    stated = None if family.dense is None else family.dense.write(dense)
+    if any(dense) and not (
+        stated and family.dense.read({"num_hidden_layers": len(dense)} | stated) == dense
+    ):
         wrong.append("layers.dense=True")
     return wrong
 

@@ -188,7 +188,7 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
     dense = family.dense.read(hf) if family.dense else [False] * fields["num_layers"]
     if family.experts and not all(dense):
         values = {field: key.value(hf) for key in family.experts for field in key.fields}
-        fields["experts"] = Experts(**values | family.fixed_experts)
+        fields["experts"] = Experts(**values | family.fixed_expert_fields(fields["mlp_width"]))
     layers = _layer_fields(hf, family, dense, where)
     if family.query_scale == "rope":
         fields |= _query_scale(hf, layers["rope"], where)

@@ -12,7 +12,8 @@ heads of values with Y channels, and W the taps of its convolution.
 E counts experts, whose width is F; S is the width of a shared expert. A name with `*` stands for
 one tensor per expert, with the expert's number for `*`; the row describes their concatenation along
 the leading axis. A name that ends with `[0::2]` or `[1::2]` stands for every second entry of a
-tensor's last axis, one that ends with `[:n]` or `[n:]` for the first or second half of this axis.
+tensor's last axis, one that ends with `[:n]` or `[n:]` for the first or second half of this axis,
+and one that ends with `[:, :n]` or `[:, n:]` for a half of the second axis.
 
 `"a|b"` is one tensor that the released class holds under two names. A checkpoint may store it under
 either name, or under both with equal values; both are written.
@@ -34,7 +35,7 @@ from lcjax.models.model_config import ModelConfig
 # fields, or a flag of `_rows`. Rows whose path begins with `layers/` occur once per layer.
 _ATTENTION, _MLP, _EXPERTS = "layers/attention", "layers/mlp", "layers/mlp/experts"
 _SHARED = "layers/mlp/shared"
-_FORMS = ("each", "alternating", "halves")  # `Family.expert_arrays`
+_FORMS = ("each", "alternating", "halves", "rows")  # `Family.expert_arrays`
 _MIXER = "layers/mixer"
 _DECODER = (
     ("model.embed_tokens.weight", "V,D", "embed/embedding", "VD", ""),
@@ -91,13 +92,27 @@ _DECODER = (
     ("mlp.experts.gate_up_proj[1::2]", "E,D,F", f"{_EXPERTS}/up/kernel", "EDF", "alternating"),
     ("mlp.experts.gate_up_proj[:n]", "E,D,F", f"{_EXPERTS}/gate/kernel", "EDF", "halves"),
     ("mlp.experts.gate_up_proj[n:]", "E,D,F", f"{_EXPERTS}/up/kernel", "EDF", "halves"),
+    ("mlp.experts.gate_up_proj[:, :n]", "E,F,D", f"{_EXPERTS}/gate/kernel", "EDF", "rows"),
+    ("mlp.experts.gate_up_proj[:, n:]", "E,F,D", f"{_EXPERTS}/up/kernel", "EDF", "rows"),
     ("mlp.experts.gate_up_proj_bias[0::2]", "E,F", f"{_EXPERTS}/gate/bias", "EF", "expert_bias"),
     ("mlp.experts.gate_up_proj_bias[1::2]", "E,F", f"{_EXPERTS}/up/bias", "EF", "expert_bias"),
     ("mlp.experts.down_proj", "E,F,D", f"{_EXPERTS}/down/kernel", "EFD", "together"),
+    ("mlp.experts.down_proj", "E,D,F", f"{_EXPERTS}/down/kernel", "EFD", "rows"),
     ("mlp.experts.down_proj_bias", "E,D", f"{_EXPERTS}/down/bias", "ED", "expert_bias"),
     ("mlp.shared_expert.gate_proj.weight", "S,D", f"{_SHARED}/gate/kernel", "DS", "shared"),
     ("mlp.shared_expert.up_proj.weight", "S,D", f"{_SHARED}/up/kernel", "DS", "shared"),
     ("mlp.shared_expert.down_proj.weight", "D,S", f"{_SHARED}/down/kernel", "SD", "shared"),
+    ("router.scale", "D", f"{_MLP}/router_norm/scale", "D", "branch_norms"),
+    ("router.per_expert_scale", "E", f"{_MLP}/expert_scale", "E", "expert_scale"),
+    ("pre_feedforward_layernorm_2.weight", "D", f"{_EXPERTS}_norm/scale", "D", "branch_norms"),
+    (
+        *("post_feedforward_layernorm_2.weight", "D"),
+        *(f"{_EXPERTS}_after_norm/scale", "D", "branch_norms"),
+    ),
+    (
+        *("post_feedforward_layernorm_1.weight", "D"),
+        *(f"{_SHARED}_after_norm/scale", "D", "branch_norms"),
+    ),
     ("mlp.shared_expert_gate.weight", "1,D", f"{_SHARED}_gate/kernel", "D1", "shared_gate"),
     ("layer_scalar", "1", "layers/output_scale", "1", "layer_scale"),
     ("model.norm.weight", "D", "final_norm/scale", "D", ""),
@@ -258,7 +273,7 @@ _PART = re.compile(r"(.+)\[(.+)\]")
 
 
 def part_of(name: str) -> tuple[str, str] | None:
-    """Returns the stored tensor, and which entries of its last axis `name` has (`part_slice`).
+    """Returns the stored tensor, and which entries of an axis `name` has (`part_index`).
 
     None for the name of a whole tensor.
     """
@@ -266,15 +281,22 @@ def part_of(name: str) -> tuple[str, str] | None:
     return match and (match[1], match[2])
 
 
-def part_slice(part: str, size: int) -> slice:
-    """Returns the slice of an axis of this size that a name has in brackets."""
-    half = size // 2
-    return {
+def part_axis(part: str, rank: int) -> int:
+    """Returns the axis, of `rank`, half of which a name with `part` in brackets has."""
+    return 1 if part.startswith(":, ") else rank - 1
+
+
+def part_index(part: str, shape: Sequence[int]) -> tuple[slice, ...]:
+    """Returns the index of the part of a tensor of this shape that a name has in brackets."""
+    axis = part_axis(part, len(shape))
+    half = shape[axis] // 2
+    entries = {
         "0::2": slice(0, None, 2),
         "1::2": slice(1, None, 2),
         ":n": slice(half),
         "n:": slice(half, None),
-    }[part]
+    }[part.removeprefix(":, ")]
+    return (*(slice(None),) * axis, entries)
 
 
 def parts_of(name: str) -> list[str]:
@@ -432,7 +454,9 @@ def _rows(config: ModelConfig, family: Family) -> Iterator[tuple[int, TensorRow]
         "one_mlp": config.experts is None,
         "expert_bias": config.experts is not None and config.experts.bias,
         **{form: config.experts is not None and family.expert_arrays == form for form in _FORMS},
-        "together": config.experts is not None and family.expert_arrays != "each",
+        "together": config.experts is not None and family.expert_arrays in _FORMS[1:3],
+        "branch_norms": config.experts is not None and config.experts.branch_norms,
+        "expert_scale": config.experts is not None and config.experts.expert_scale,
         "shared": config.experts is not None and config.experts.shared_width is not None,
         "shared_gate": config.experts is not None and config.experts.shared_gate,
         "gate": config.experts is None and config.gated_mlp,

@@ -218,9 +218,10 @@ class WeightStream:
             rows = list(group)
             entries = [entry for _, entry, _ in rows]
             names = hf_names.expert_names(name, entries[0].num_experts)
-            if hf_names.part_of(rows[0][0]):
-                *axes, last = entries[0].tensor_shape
-                shape = *axes, len(rows) * last
+            if part := hf_names.part_of(rows[0][0]):
+                shape = list(entries[0].tensor_shape)
+                shape[hf_names.part_axis(part[1], len(shape))] *= len(rows)
+                shape = tuple(shape)
             else:
                 count = sum(entry.tensor_shape[0] for entry in entries) // len(names)
                 shape = count, *entries[0].tensor_shape[1:]
@@ -238,7 +239,7 @@ class WeightStream:
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yields the tensors; those of a group are the rows of its entries, in equal parts.
 
-        Entries with a part of the last axis are joined there. `read` reads one layer of a leaf.
+        Entries with a part of an axis are joined there. `read` reads one layer of a leaf.
         """
         for names, rows in groups:
             parts, dtype = [], DTYPES[self._tensors[names[0]].dtype]
@@ -253,8 +254,7 @@ class WeightStream:
             if hf_names.part_of(rows[0][0]):
                 array = np.empty(self._tensors[names[0]].shape, dtype)
                 for (name, *_), part in zip(rows, parts, strict=True):
-                    _, columns = hf_names.part_of(name)
-                    array[..., hf_names.part_slice(columns, array.shape[-1])] = part
+                    array[hf_names.part_index(hf_names.part_of(name)[1], array.shape)] = part
                 yield names[0], array
                 continue
             array = parts[0]

@@ -108,21 +108,23 @@ class Rows(NamedTuple):
     start: int = 0
     count: int | None = None  # None: all
     expert: int | None = None  # index into the first axis of a tensor [E, rows, ...]
-    part: str | None = None  # of the last axis (`hf_names.part_slice`), half of it; None: all
+    part: str | None = None  # half of an axis (`hf_names.part_index`); None: all
 
     def info(self, source: WeightSource) -> TensorInfo:
         """Returns shape and dtype of these rows."""
         info = source.tensors[self.name]
         shape = info.shape if self.expert is None else info.shape[1:]
-        shape = shape if self.part is None else (*shape[:-1], shape[-1] // 2)
+        if self.part is not None:
+            axis = hf_names.part_axis(self.part, len(shape))
+            shape = *shape[:axis], shape[axis] // 2, *shape[axis + 1 :]
         return info._replace(shape=shape if self.count is None else (self.count, *shape[1:]))
 
     def read(self, source: WeightSource, start: int, stop: int) -> np.ndarray:
         """Reads rows `start:stop` of these rows."""
         start, stop = self.start + start, self.start + stop
         if self.part is not None:
-            columns = hf_names.part_slice(self.part, source.tensors[self.name].shape[-1])
-            return source.rows(self.name, start, stop)[..., columns]
+            index = hf_names.part_index(self.part, source.tensors[self.name].shape)
+            return source.rows(self.name, start, stop)[index]
         if self.expert is None:
             return source.rows(self.name, start, stop)
         return source.rows(self.name, self.expert, self.expert + 1)[0, start:stop]

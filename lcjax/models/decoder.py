@@ -49,14 +49,21 @@ MAX_DISTANCE = 128  # from this distance on, all distances share T5's last bucke
 
 
 def _feed_forward(
-    config: ModelConfig, mesh: jax.sharding.Mesh | None, x: jax.Array, inputs: LayerInputs
+    config: ModelConfig,
+    mesh: jax.sharding.Mesh | None,
+    x: jax.Array,
+    hidden: jax.Array,
+    inputs: LayerInputs,
 ) -> tuple[jax.Array, Load | None]:
-    """Returns the MLP's output, and the load of its experts if `inputs.collect` selects it."""
+    """Returns the MLP's output, and the load of its experts if `inputs.collect` selects it.
+
+    `x` is the normed input, and `hidden` that before the norm.
+    """
     by_tiles = remat.recomputes(config.remat, "product")
     if config.experts is None:
         return MLP(config, mesh, by_tiles, name="mlp")(x), None
     collect = inputs.collect if isinstance(inputs.collect, CollectLoad) else None
-    return SparseMLP(config, mesh, by_tiles, name="mlp")(x, collect)
+    return SparseMLP(config, mesh, by_tiles, name="mlp")(x, hidden, collect)
 
 
 def _token_mixer(config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
@@ -104,7 +111,7 @@ class SequentialBlock(nn.Module):
             reader = c.memory.reader(c.replace(lora=None), self.mesh, name="memory")
             if reader is not None:  # else self-attention has attended to the memory
                 x = keep_tokens(x + reader(x, inputs), self.mesh)
-        y, load = _feed_forward(c, self.mesh, self.norm_before("mlp_norm", x), inputs)
+        y, load = _feed_forward(c, self.mesh, self.norm_before("mlp_norm", x), x, inputs)
         x = keep_tokens(x + self.added("mlp_after_norm", y), self.mesh)
         return _scaled(self, x), output._replace(load=load)
 
@@ -133,7 +140,7 @@ class ParallelBlock(nn.Module):
         c, x = self.config, _block_input(x, self.mesh)
         normed = Norm(c, name="attention_norm")(x)
         attended, output = _token_mixer(c, self.mesh)(normed, inputs, cache)
-        y, load = _feed_forward(c, self.mesh, normed, inputs)
+        y, load = _feed_forward(c, self.mesh, normed, x, inputs)
         x = keep_tokens(x + attended + y, self.mesh)
         return _scaled(self, x), output._replace(load=load)
 

@@ -6,7 +6,8 @@ with s_e = p_e, or p_e over their sum (Shazeer et al. 2017, arXiv 1701.06538; Mi
 2024, arXiv 2401.04088, sec. 2.1; OLMoE, Muennighoff et al. 2024, arXiv 2409.02060, sec. 2). Llama 4
 has sigmoids for p and multiplies inputs, MLP_e(s_e x). All tokens also pass a shared expert if the
 model has one (DeepSeekMoE, Dai et al. 2024, arXiv 2401.06066, sec. 3.2), which is a plain MLP
-(`lcjax.models.layers.SparseMLP`).
+(`lcjax.models.layers.SparseMLP`). Gemma 4 has norms around the branches of the shared expert and of
+the others, and a learned factor of each s_e.
 
 No token is dropped. The (token, expert) pairs are sorted by expert into groups of rows, each of
 which starts at a multiple of a block, and `grouped_matmul` multiplies every block by the weights of
@@ -53,6 +54,11 @@ class Experts:
     weighted: Annotated[str, OneOf(("output", "input"))] = "output"
     shared_width: PositiveInt | None = None  # F of an expert that all tokens pass; null: none
     shared_gate: bool = False  # whether its output is multiplied by sigmoid(x w), w [D, 1] (Qwen)
+    # Whether router and experts read hidden states with a norm of each, in place of the norm before
+    # the MLP, and the outputs of experts and of the shared expert have norms (Gemma 4)
+    branch_norms: bool = False
+    # Whether a learned number multiplies the weight of each expert (Gemma 4)
+    expert_scale: bool = False
     bias: bool = False  # of the router and of all experts (gpt-oss)
     # c: a gate of at most c and an up-projection of -c ... c, as gate sigmoid(alpha gate) (up + 1)
     # (gpt-oss); null: activation(gate) up
@@ -71,6 +77,11 @@ class Experts:
             raise InputError(
                 "experts.shared_gate=true multiplies the output of a shared expert, and"
                 " experts.shared_width is null; set the width of this expert, or leave the gate out"
+            )
+        if self.branch_norms and self.shared_width is None:
+            raise InputError(
+                "experts.branch_norms=true is for mixtures beside a shared expert, and"
+                " experts.shared_width is null; set the width of this expert, or leave norms out"
             )
 
 
@@ -167,6 +178,8 @@ def mixture(
     kernels: Kernels,
     counted: Float[Array, "B T"] | None,
     biases: Biases | None = None,
+    router_input: Float[Array, "B T D"] | None = None,
+    scales: Float[Array, " E"] | None = None,
     *,
     experts: Experts,
     activate: Callable[[jax.Array], jax.Array],
@@ -186,6 +199,8 @@ def mixture(
       kernels: the weights of the experts.
       counted: 1 for tokens that count in the load, 0 for others; None: no load is returned.
       biases: those of the router and of the experts; None: there are none.
+      router_input: what the router reads; None: x.
+      scales: factors of the weights of experts; None: there are none.
       experts: how tokens are routed.
       activate: the activation of the gate.
       storage: how the weights of the experts are stored; None: as floats.
@@ -210,13 +225,16 @@ def mixture(
         tile = tile_size(count, num_bytes, mesh) if by_tiles else count
         return over_tiles(of_tile, (kernels, biases), (x, weights, chosen), tile)
 
-    def compute(x, router, kernels, counted, biases, layout=None):
+    def compute(x, router, kernels, counted, biases, router_input, scales, layout=None):
         flat = x.reshape(-1, x.shape[-1])
+        read = flat if router_input is None else router_input.reshape(flat.shape)
         # With an accelerator's default precision of float32, the router chooses other experts.
-        logits = _dot(flat, router.astype(flat.dtype), 1, 0)
+        logits = _dot(read, router.astype(read.dtype), 1, 0)
         if biases is not None:
             logits = logits + biases.router.astype(logits.dtype)
         probabilities, weights, chosen = route(logits, experts)
+        if scales is not None:
+            weights = weights * scales.astype(jnp.float32)[chosen]
         load = None
         if counted is not None:
             load = router_load(probabilities, chosen, counted.reshape(-1))
@@ -228,7 +246,7 @@ def mixture(
         return y.astype(x.dtype).reshape(x.shape), load
 
     if mesh is None or mesh.size == 1:
-        return compute(x, router, kernels, counted, biases)
+        return compute(x, router, kernels, counted, biases, router_input, scales)
     tokens = tokens_spec(mesh, *x.shape[:2])
     if storage is not None:
         kernels = Kernels(*(jax.vmap(storage.with_scales)(arrays) for arrays in kernels))
@@ -258,10 +276,10 @@ def mixture(
     return jax.shard_map(
         functools.partial(compute, layout=_ExpertLayout(spread_over(tokens), specs, storage)),
         mesh=mesh,
-        in_specs=(tokens, PartitionSpec(), specs, tokens, bias_specs),
+        in_specs=(*(tokens, PartitionSpec(), specs, tokens, bias_specs, tokens, PartitionSpec()),),
         out_specs=(tokens, PartitionSpec()),
         check_vma=False,
-    )(x, router, kernels, counted, biases)
+    )(x, router, kernels, counted, biases, router_input, scales)
 
 
 def _without_tensor(spec: PartitionSpec) -> PartitionSpec:

@@ -609,22 +609,47 @@ class SparseMLP(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], collect: CollectLoad | None = None
+        self,
+        x: Float[Array, "B T D"],
+        hidden: Float[Array, "B T D"],
+        collect: CollectLoad | None = None,
     ) -> tuple[Float[Array, "B T D"], Load | None]:
-        """Returns the output, and the load over the tokens of `collect`; None without `collect`."""
-        c = self.config
+        """Computes the mixture.
+
+        Args:
+          x: normed hidden states.
+          hidden: the hidden states before the norm, for `Experts.branch_norms`.
+          collect: the tokens of the load; None: no load is returned.
+
+        Returns:
+          The output, and the load or None.
+        """
+        c, experts, router_input, scales = self.config, self.config.experts, None, None
+        shared = x if experts.shared_width is not None else None
+        if experts.branch_norms:
+            router_input = multiply(Norm(c, name="router_norm")(hidden), c.width**-0.5)
+            x = Norm(c, name="experts_norm")(hidden)
+        if experts.expert_scale:
+            ones, dtype = nn.initializers.ones, jnp.dtype(c.param_dtype)
+            scales = self.param("expert_scale", ones, (experts.count,), dtype)
         router, bias = Kernel((c.width, c.experts.count), c, c.experts.bias, name="router")()
         kernels, biases = ExpertKernels(c, name="experts")()
         biases = Biases(bias, *biases) if c.experts.bias else None
         y, load = mixture(
-            *(x, router, kernels, collect and collect.counted, biases),
-            experts=c.experts,
+            *(x, router, kernels, collect and collect.counted, biases, router_input, scales),
+            experts=experts,
             activate=_ACTIVATIONS[c.activation],
             storage=c.weights,
             mesh=None if self.is_initializing() else self.mesh,
             by_tiles=self.by_tiles,
         )
-        return (y if c.experts.shared_width is None else y + self.shared(x)), load
+        if shared is None:
+            return y, load
+        shared = self.shared(shared)
+        if experts.branch_norms:
+            y = Norm(c, name="experts_after_norm")(y)
+            shared = Norm(c, name="shared_after_norm")(shared)
+        return y + shared, load
 
     def shared(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Returns the output of the shared expert, multiplied by its gate if it has one."""

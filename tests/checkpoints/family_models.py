@@ -196,6 +196,21 @@ MODELS = {
         "gemma4_text",
         GEMMA4 | {"layer_types": ["full_attention"] * 3, "global_head_dim": 20},
     ),
+    "gemma4, mixture": (
+        "gemma4_text",
+        GEMMA4
+        | {
+            "num_hidden_layers": 6,
+            "head_dim": 20,
+            "global_head_dim": 24,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 28,
+        },
+    ),
     "gemma4_unified": (
         "gemma4_unified_text",
         {"head_dim": 20, "sliding_window": 7, "global_head_dim": 20},

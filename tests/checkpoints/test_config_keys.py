@@ -117,7 +117,7 @@ OTHER_VALUES = {
     "layer_rope_theta": ([0, 1e4, 1e4, 1e4],),
     "attention_k_eq_v": (True,),
     **dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), (2,)),
-    "enable_moe_block": (True,),
+    "enable_moe_block": (False,),
     "use_double_wide_mlp": (True,),
     **dict.fromkeys(("top_k_experts", "vocab_size_per_layer_input"), (3,)),
 }
@@ -147,8 +147,6 @@ UNUSED = {
     # For layers that read the keys of others, and for embeddings of layers
     *(("gemma4_text", "use_double_wide_mlp"), ("gemma4_unified_text", "use_double_wide_mlp")),
     ("gemma4_text", "vocab_size_per_layer_input"),
-    *(("gemma4_text", "top_k_experts"), ("gemma4_text", "num_experts")),
-    ("gemma4_text", "moe_intermediate_size"),
 }
 SWITCHED_ON = {
     "use_sliding_window": True,
@@ -160,6 +158,9 @@ SWITCHED_ON = {
     "num_experts_per_tok": 2,
     "intermediate_size_mlp": 64,
     "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
 }
 
 

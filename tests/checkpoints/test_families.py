@@ -26,6 +26,7 @@ from lcjax.rope import Default, Yarn
 from lcjax.rope.positions import PlainPositions
 from lcjax.training.objective import language_model
 from lcjax.training.step import accumulate
+from lcjax.tree import flatten
 
 torch = pytest.importorskip("torch")
 
@@ -220,6 +221,37 @@ def test_the_loss_of_a_mixture_and_its_gradient_are_those_of_transformers(tmp_pa
     plain = language_model(config, PlainPositions(), balance=False)
     nll, total, _ = jax.jit(plain)(params, {}, batch, jax.random.key(0))
     np.testing.assert_allclose(nll / total, parts["ce"], rtol=1e-5)
+
+
+@pytest.mark.slow_except("gemma4, mixture")
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("gemma4")])
+def test_gradients_of_gemma4_are_those_of_transformers(tmp_path, name):
+    (tmp_path / "hf").mkdir()
+    model = saved(name, tmp_path / "hf", "bin")
+    params, config, _ = load(tmp_path / "hf", allow_pickle=True)
+    tokens = np.random.default_rng(1).integers(0, 256, (3, 17))
+    loss = model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss
+    loss.backward()
+    # The gradients of transformers, read like weights. It does not train the scales of layers.
+    gradients = {path: leaf.grad for path, leaf in model.named_parameters()}
+    gradients |= {k: v for k, v in model.state_dict().items() if k.endswith("layer_scalar")}
+    torch.save(gradients, tmp_path / "hf/pytorch_model.bin")
+    expected = flatten(load(tmp_path / "hf", allow_pickle=True)[0])
+
+    @jax.jit
+    def nll(params):
+        model = Decoder(config)
+        hidden = model.apply({"params": params}, tokens).hidden
+        logits = model.apply({"params": params}, hidden, method="logits")[:, :-1]
+        likelihood = jax.nn.log_softmax(logits)
+        return -jnp.take_along_axis(likelihood, tokens[:, 1:, None], -1).mean()
+
+    actual, slopes = jax.value_and_grad(nll)(params)
+    np.testing.assert_allclose(actual, loss.detach(), rtol=1e-5)
+    for path, slope in flatten(slopes).items():
+        if not path.endswith("output_scale"):
+            wanted = expected[path]
+            np.testing.assert_allclose(slope, wanted, atol=1e-4 * np.abs(wanted).max())
 
 
 def test_experts_that_are_missing_or_of_another_size_are_named(tmp_path):

@@ -15,6 +15,7 @@ from lcjax.errors import InputError
 from lcjax.models import Decoder, LayerKind, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
+from lcjax.models.experts import Experts
 from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
 from lcjax.rope import Default
@@ -48,6 +49,10 @@ CONFIG = preset("tiny").replace(
 )
 
 
+# Gemma 4 26B-A4B: a mixture beside the MLP of each layer
+EXPERTS = Experts(
+    4, 3, width=20, shared_width=48, branch_norms=True, expert_scale=True, balance=0.0
+)
 THREE = CONFIG.replace(num_layers=3)
 
 
@@ -106,11 +111,18 @@ def test_rows_behind_padding_and_packed_documents_are_read_as_alone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh",
-    [Mesh(tensor=2, context=4, fsdp=1), Mesh(fsdp=4, tensor=2), Mesh(context=8, fsdp=1)],
-    ids=["tensor and context", "fsdp and tensor", "context"],
+    ("experts", "mesh"),
+    [
+        (None, Mesh(tensor=2, context=4, fsdp=1)),
+        (None, Mesh(fsdp=4, tensor=2)),
+        (None, Mesh(context=8, fsdp=1)),
+        (EXPERTS, Mesh(expert=2, tensor=2, fsdp=2)),
+        (EXPERTS, Mesh(context=4, fsdp=2)),
+    ],
+    ids=["tensor, context", "fsdp, tensor", "context", "mixture, expert", "mixture, context"],
 )
-def test_devices_and_scans_compute_the_gradients_of_layers_one_by_one(mesh):
+def test_devices_and_scans_compute_the_gradients_of_layers_one_by_one(experts, mesh):
+    config = CONFIG.replace(experts=experts)
     tokens = text(2, 4, 32)
     segments = np.repeat([1, 2, 0], [13, 16, 3])[None].repeat(4, 0).astype(np.int32)
 
@@ -118,14 +130,14 @@ def test_devices_and_scans_compute_the_gradients_of_layers_one_by_one(mesh):
         hidden = model.apply({"params": params}, tokens, segments=segments).hidden
         return (hidden[..., :5] ** 3 * (segments != 0)[..., None]).mean()
 
-    apart, devices = CONFIG.replace(scan_layers=False), make_mesh(mesh)
-    params, gradient = params_of(CONFIG), jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    apart, devices = config.replace(scan_layers=False), make_mesh(mesh)
+    params, gradient = params_of(config), jax.jit(jax.value_and_grad(loss), static_argnums=1)
     expected, slopes = gradient(params, Decoder(apart))
     for path, slope in flatten(slopes).items():
         assert np.isfinite(slope).all() and (slope != 0).any(), path
-    scanned = gradient(params, Decoder(CONFIG.replace(remat="dots")))
+    scanned = gradient(params, Decoder(config.replace(remat="dots")))
     sharded = jax.device_put(params, param_shardings(devices, params))
-    for actual, actual_slopes in (scanned, gradient(sharded, Decoder(CONFIG, devices))):
+    for actual, actual_slopes in (scanned, gradient(sharded, Decoder(config, devices))):
         np.testing.assert_allclose(actual, expected, rtol=2e-5)
         jax.tree.map(functools.partial(assert_close, tolerance=2e-4), actual_slopes, slopes)
 
