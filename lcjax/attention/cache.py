@@ -332,6 +332,41 @@ class LayerCache(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
+class NoSlots(LayerCache):
+    """The cache of a layer without slots for tokens, such as one that reads those of another."""
+
+    keeps_all: ClassVar[bool] = False
+    continues: ClassVar[bool] = True
+
+    def fit(self, length, chunk):
+        return self, 0
+
+    def num_visible(self, length, tokens):
+        return 0
+
+    def arrays(self, layer: LayerShape, slots: int):
+        return {}
+
+    def slots_of(self, arrays):
+        return 0
+
+    def shared(self, rows, slots):
+        return ()
+
+    def reserve(self, slots, new, filled):
+        return View(slots, new, filled, None, self)
+
+    def pad_between(self):
+        return self
+
+    def with_extra_slots(self, arrays, slots, tokens):
+        return self, arrays, slots
+
+    def attend(self, arrays, q, k, v, pattern, view, metadata):
+        raise TypeError("a layer without slots attends to no tokens")
+
+
+@dataclasses.dataclass(frozen=True)
 class FullCache(LayerCache):
     """Keys and values [B, K, S, H] in a form of storage, with a slot for every token.
 

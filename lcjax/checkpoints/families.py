@@ -7,7 +7,7 @@ names differ from Llama's. Reading and writing configs, and the names of tensors
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lcjax.attention import Causal, Chunked, Pattern, Sliding
@@ -294,7 +294,6 @@ _GEMMA4 = {
 }
 _GEMMA4_ONLY = {
     "use_bidirectional_attention": (None, "vision"),  # of the tokens of images
-    "num_kv_shared_layers": (0,),
 }
 _OLMO = {"norm_place": "after", "qk_norm": "all"}
 
@@ -452,10 +451,20 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma4_text": Family(
         "Gemma4ForCausalLM",
-        **_GEMMA4,
+        **_GEMMA4
+        | {
+            "keys": (
+                *_GEMMA4["keys"],
+                Key(
+                    *("hidden_size_per_layer_input", ("layer_embedding",), 256),
+                    read=lambda width: width or None,
+                    write=lambda width, config: width or 0,
+                ),
+            )
+        },
         window=512,
-        defaults={"num_key_value_heads": 4, "hidden_size_per_layer_input": 256},
-        only=_GEMMA4_ONLY | {"hidden_size_per_layer_input": (0,)},
+        defaults={"num_key_value_heads": 4},
+        only=_GEMMA4_ONLY,
         experts=(
             Key("num_experts", ("count",), None),
             Key("top_k_experts", ("top_k",), None),
@@ -754,7 +763,7 @@ _NEUTRAL = {
         *("qkv_bias", "out_bias", "mlp_bias", "head_bias", "rotary_fraction", "embedding_scale"),
         *("residual_scale", "attention_scale", "attention_soft_cap", "logit_scale"),
         *("logit_soft_cap", "position", "attention_sinks", "attention_gate"),
-        *("rotary_share", "value_norm", "values_from_keys", "layer_scale"),
+        *("rotary_share", "value_norm", "values_from_keys", "layer_scale", "layer_embedding"),
     )
 }
 
@@ -763,6 +772,20 @@ def windows(config: ModelConfig) -> list[int | None]:
     """Returns the window, or the size of chunks, of each layer; None: full attention."""
     patterns = [config.layer(index).pattern for index in range(config.num_layers)]
     return [getattr(x, "size" if isinstance(x, Chunked) else "window", None) for x in patterns]
+
+
+def shared_keys(has_window: Sequence[bool], count: int) -> list[int | None]:
+    """Returns the layer whose keys and values each layer reads (Gemma 4); None: its own.
+
+    The last `count` layers read those of the last layer before them of their type.
+
+    Args:
+      has_window: the type of each layer.
+      count: `num_kv_shared_layers`.
+    """
+    first = len(has_window) - count
+    last = {kind: index for index, kind in enumerate(has_window[:first])}
+    return [None if i < first else last.get(kind) for i, kind in enumerate(has_window)]
 
 
 class NearestFamily(NamedTuple):
@@ -864,7 +887,16 @@ def _head_differences(config: ModelConfig, family: Family) -> list[str]:
                 wrong.append(f"layers.{name}={', '.join(map(str, values))}")
     if family.full_heads and has_window[-1:] == [True]:
         wrong.append(f"layers.pattern={layers[-1].pattern} in the last layer")
-    return wrong
+    count = sum(layer.keys_of is not None for layer in layers) if family.full_heads else 0
+    widths = {layer.mlp_width for layer in layers if layer.keys_of is not None}
+    double = widths == {2 * config.mlp_width}
+    expected = shared_keys(has_window, count)
+    for layer, source in zip(layers, expected, strict=True):
+        width = config.mlp_width * (2 if double and source is not None else 1)
+        for name, value in {"keys_of": source, "mlp_width": width}.items():
+            if getattr(layer, name) != value:
+                wrong.append(f"layers.{name}={getattr(layer, name)}")
+    return list(dict.fromkeys(wrong))
 
 
 def _differences(config: ModelConfig, family: Family) -> tuple[list[str], list[str]]:

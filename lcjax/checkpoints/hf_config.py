@@ -13,6 +13,7 @@ from lcjax.checkpoints.families import (
     SLIDING,
     Family,
     family_of,
+    shared_keys,
     unrotated,
     windows,
 )
@@ -38,6 +39,8 @@ _ACTIVATIONS = {  # transformers' names of each activation; the first one is wri
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
     "relu2": ("relu2",),
 }
+_WRITTEN = {("hidden_activation", "gelu_tanh"): "gelu_pytorch_tanh"}  # Gemma, also in vLLM
+_LAYER_VOCAB = "vocab_size_per_layer_input"
 _SHARE = "proportional"  # the type of ropes of which a share of frequencies rotates
 _FLOOR_SCALE = 8_192  # if `floor_scale` is absent
 _DUAL_CHUNK = "dual_chunk_attention_config"  # of Qwen2.5-1M; transformers ignores it, vLLM reads it
@@ -180,6 +183,8 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
     for key in (*family.keys, family.epsilon):
         fields |= dict.fromkeys(key.fields, key.value(hf))
     _check_activation(hf, family, where)
+    if fields.get("layer_embedding"):
+        _require(hf, where, _LAYER_VOCAB, 262_144, (fields["vocab_size"],))
     only = _ONLY | family.only
     if family.full_heads:
         del only["per_layer_config"]
@@ -361,6 +366,7 @@ def _layer_fields(
     ]
     if family.unrotated_layers == "zero theta":
         rope, ropes = _ropes_by_theta(hf, rope, types, where)
+    shared = _shared_layers(hf, types, where) if family.full_heads else [{}] * count
     kinds = [
         LayerKind(
             pattern=None if window is None or name == FULL else family.local.pattern(window),
@@ -369,8 +375,9 @@ def _layer_fields(
             norm_place=family.mixer_norm_place if name == LINEAR else None,
             dense=is_dense and not all(dense),
             **({} if name == FULL else local_heads),
+            **reads,
         )
-        for name, other, is_dense in zip(types, ropes, dense, strict=True)
+        for name, other, is_dense, reads in zip(types, ropes, dense, shared, strict=True)
     ]
     fields = {"pattern": Causal(), "rope": rope, "mixer": None}
     fields["norm_place"] = family.fixed.get("norm_place", "before")
@@ -428,6 +435,20 @@ def _heads(
     return full, {key: value for key, value in local.items() if value != full[key]}
 
 
+def _shared_layers(hf: dict[str, Any], types: list[str], where: str) -> list[dict[str, int]]:
+    """Returns the fields of layers that read the keys and values of another one (Gemma 4)."""
+    count = hf.get("num_kv_shared_layers", 0)
+    sources = shared_keys([name != FULL for name in types], min(count, len(types)))
+    width = {"mlp_width": 2 * hf["intermediate_size"]} if hf.get("use_double_wide_mlp") else {}
+    fields = [{} if source is None else {"keys_of": source} | width for source in sources]
+    if len(list(filter(None, fields))) != count:
+        raise InputError(
+            f"{where}: num_kv_shared_layers={count} must leave a layer of each type before them, of"
+            f" the {len(types)} layers of layer_types"
+        )
+    return fields
+
+
 def _rotary_fractions(hf: dict[str, Any], types: set[str], where: str) -> dict[str, float]:
     """Returns the share of frequencies that rotates in layers of each of `types` (Gemma 4)."""
     fractions = {}
@@ -468,6 +489,7 @@ def _heads_to_hf(config: ModelConfig) -> dict[str, Any]:
     transformers reads `per_layer_config` since 5.24, and earlier the others.
     """
     layers = [config.layer(index) for index in range(config.num_layers)]
+    shared = [layer for layer in layers if layer.keys_of is not None]
     is_full = [size is None for size in windows(config)]
     full = layers[is_full.index(True)]
     local = layers[is_full.index(False)] if False in is_full else full
@@ -479,6 +501,9 @@ def _heads_to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_global_key_value_heads": full.num_kv_heads,
         "attention_k_eq_v": full.values_from_keys,
         "per_layer_config": {str(i): sizes for i, x in enumerate(is_full) if x and local != full},
+        "num_kv_shared_layers": len(shared),
+        "use_double_wide_mlp": any(layer.mlp_width != config.mlp_width for layer in shared),
+        **({} if config.layer_embedding is None else {_LAYER_VOCAB: config.vocab_size}),
     }
 
 
@@ -736,7 +761,9 @@ def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str,
         family.mlp_width_key: config.mlp_width,
         "num_key_value_heads": config.num_kv_heads,
         "max_position_embeddings": announced_length(config),
-        family.activation_key: _ACTIVATIONS[config.activation][0],
+        family.activation_key: _WRITTEN.get(
+            (family.activation_key, config.activation), _ACTIVATIONS[config.activation][0]
+        ),
         "tie_word_embeddings": config.tie_embeddings,
         "dtype": dtype or config.param_dtype,
         "torch_dtype": dtype or config.param_dtype,  # what transformers 4 reads

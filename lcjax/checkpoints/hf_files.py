@@ -160,12 +160,13 @@ FAMILY_TYPES = {
     **dict.fromkeys(
         (
             "norm_topk_prob", "qkv_bias", "attn_temperature_tuning", "linear_allow_neg_eigval",
-            "attention_k_eq_v", "enable_moe_block",
+            "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp",
         ),
         _FLAG,
     ),
     "sliding_window_pattern": _PERIOD,
     "layer_rope_theta": _BASES,
+    **dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), _LAYERS),
     "per_layer_config": _OVERRIDES,
 }  # fmt: skip
 # Null switches these off; if they are absent, some families have them.

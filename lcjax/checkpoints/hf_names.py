@@ -9,6 +9,7 @@ frequencies and O the width of the dense layer before masked logits. Rows and le
 are in its own module (`Memory.hf_rows`). Of a mixer, G counts heads of keys with C channels, U
 heads of values with Y channels, and W the taps of its convolution.
 
+Z is the width of a layer's part of a second embedding, and X that of all layers together.
 E counts experts, whose width is F; S is the width of a shared expert. A name with `*` stands for
 one tensor per expert, with the expert's number for `*`; the row describes their concatenation along
 the leading axis. A name that ends with `[0::2]` or `[1::2]` stands for every second entry of a
@@ -39,22 +40,37 @@ _FORMS = ("each", "alternating", "halves", "rows")  # `Family.expert_arrays`
 _MIXER = "layers/mixer"
 _DECODER = (
     ("model.embed_tokens.weight", "V,D", "embed/embedding", "VD", ""),
+    (
+        "model.embed_tokens_per_layer.weight",
+        "V,X",
+        "layer_embed/embedding",
+        "VX",
+        "layer_embedding",
+    ),
+    (
+        *("model.per_layer_model_projection.weight", "X,D"),
+        *("layer_embed/projection", "DX", "layer_embedding"),
+    ),
+    (
+        *("model.per_layer_projection_norm.weight", "Z"),
+        *("layer_embed/norm/scale", "Z", "layer_embedding"),
+    ),
     ("input_layernorm.weight", "D", f"{_ATTENTION}_norm/scale", "D", "before"),
     ("input_layernorm.bias", "D", f"{_ATTENTION}_norm/bias", "D", "norm_biases"),
     ("self_attn.q_proj.weight", "NH,D", f"{_ATTENTION}/query/kernel", "DNH", "ungated"),
     ("self_attn.query.weight", "NH,D", f"{_ATTENTION}/query/kernel", "DNH", "attention_gate"),
     ("self_attn.gate.weight", "NH,D", f"{_ATTENTION}/output_gate/kernel", "DNH", "attention_gate"),
-    ("self_attn.k_proj.weight", "KH,D", f"{_ATTENTION}/key/kernel", "DKH", ""),
+    ("self_attn.k_proj.weight", "KH,D", f"{_ATTENTION}/key/kernel", "DKH", "keys"),
     ("self_attn.v_proj.weight", "KH,D", f"{_ATTENTION}/value/kernel", "DKH", "values"),
     ("self_attn.o_proj.weight", "D,NH", f"{_ATTENTION}/out/kernel", "NHD", ""),
     ("self_attn.q_proj.bias", "NH", f"{_ATTENTION}/query/bias", "NH", "ungated bias"),
     ("self_attn.query.bias", "NH", f"{_ATTENTION}/query/bias", "NH", "gated bias"),
     ("self_attn.gate.bias", "NH", f"{_ATTENTION}/output_gate/bias", "NH", "gated bias"),
-    ("self_attn.k_proj.bias", "KH", f"{_ATTENTION}/key/bias", "KH", "qkv_bias"),
+    ("self_attn.k_proj.bias", "KH", f"{_ATTENTION}/key/bias", "KH", "key bias"),
     ("self_attn.v_proj.bias", "KH", f"{_ATTENTION}/value/bias", "KH", "value bias"),
     ("self_attn.o_proj.bias", "D", f"{_ATTENTION}/out/bias", "D", "out_bias"),
     ("self_attn.q_norm.weight", "H", f"{_ATTENTION}/query_norm/scale", "H", "head norms"),
-    ("self_attn.k_norm.weight", "H", f"{_ATTENTION}/key_norm/scale", "H", "head norms"),
+    ("self_attn.k_norm.weight", "H", f"{_ATTENTION}/key_norm/scale", "H", "norms of keys"),
     ("self_attn.q_norm.weight", "NH", f"{_ATTENTION}/query_norm/scale", "NH", "norms over heads"),
     ("self_attn.k_norm.weight", "KH", f"{_ATTENTION}/key_norm/scale", "KH", "norms over heads"),
     ("self_attn.q_norm.weight", "N,H", f"{_ATTENTION}/query_norm/scale", "NH", "norms by head"),
@@ -114,6 +130,12 @@ _DECODER = (
         *(f"{_SHARED}_after_norm/scale", "D", "branch_norms"),
     ),
     ("mlp.shared_expert_gate.weight", "1,D", f"{_SHARED}_gate/kernel", "D1", "shared_gate"),
+    ("per_layer_input_gate.weight", "Z,D", "layers/embedding_gate/kernel", "DZ", "layer_embedding"),
+    ("per_layer_projection.weight", "D,Z", "layers/embedding_out/kernel", "ZD", "layer_embedding"),
+    (
+        *("post_per_layer_input_norm.weight", "D"),
+        *("layers/embedding_norm/scale", "D", "layer_embedding"),
+    ),
     ("layer_scalar", "1", "layers/output_scale", "1", "layer_scale"),
     ("model.norm.weight", "D", "final_norm/scale", "D", ""),
     ("model.norm.bias", "D", "final_norm/bias", "D", "norm_biases"),
@@ -416,6 +438,8 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
         "O": config.width,
         "1": 1,
     }
+    if config.layer_embedding is not None:
+        sizes |= {"Z": config.layer_embedding, "X": config.num_layers * config.layer_embedding}
     if config.experts is not None:
         sizes |= {"E": config.experts.count, "S": config.experts.shared_width}
     if config.mixer is not None:
@@ -448,8 +472,11 @@ def _rows(config: ModelConfig, family: Family) -> Iterator[tuple[int, TensorRow]
         "ungated": not config.attention_gate,
         "ungated bias": config.qkv_bias and not config.attention_gate,
         "gated bias": config.qkv_bias and config.attention_gate,
-        "values": not config.values_from_keys,
-        "value bias": config.qkv_bias and not config.values_from_keys,
+        "keys": config.keys_of is None,
+        "key bias": config.qkv_bias and config.keys_of is None,
+        "norms of keys": config.qk_norm in ("head", "rotated") and config.keys_of is None,
+        "values": config.keys_of is None and not config.values_from_keys,
+        "value bias": config.qkv_bias and config.keys_of is None and not config.values_from_keys,
         "untied": not config.tie_embeddings,
         "one_mlp": config.experts is None,
         "expert_bias": config.experts is not None and config.experts.bias,

@@ -25,6 +25,11 @@ NAMES = ("[PAD]", "<landmark>")  # the two added tokens
 def with_new_tokens(params: dict, config: ModelConfig) -> tuple[dict, ModelConfig]:
     """Adds the two tokens to parameters and config; their rows are the mean of all others."""
     count = len(NAMES)
+    if config.layer_embedding is not None:
+        raise InputError(
+            "model.pattern.type=landmark adds tokens, which the embeddings of each layer of this"
+            " model (layer_embedding) have no rows for; take another pattern"
+        )
     params = params | {"embed": {"embedding": _extended(params["embed"]["embedding"], 0, count)}}
     if not config.tie_embeddings:
         axes = {"kernel": 1, "bias": 0}

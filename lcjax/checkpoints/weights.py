@@ -487,6 +487,20 @@ def _ignorable(name: str, is_tied: bool) -> bool:
     return name.endswith(tables) or name.startswith("mtp.") or is_copy
 
 
+def _without_unread_keys(source: WeightSource, config: ModelConfig) -> WeightSource:
+    """Returns the tensors but projections of keys in layers that read the keys of others.
+
+    Published checkpoints have them, and transformers leaves them out.
+    """
+    readers = [i for i, source in enumerate(config.key_sources) if source != i]
+    parts = "|".join(("k_proj", "v_proj", "k_norm", "v_norm"))
+    unread = re.compile(rf"model\.layers\.({'|'.join(map(str, readers))})\.self_attn\.({parts})\.")
+    if not readers or not any(map(unread.match, source.tensors)):
+        return source
+    names = (name for name in source.tensors if not unread.match(name))
+    return RenamedSource(source, {name: [Rows(name)] for name in names})
+
+
 def read_params(
     source: WeightSource,
     config: ModelConfig,
@@ -511,7 +525,7 @@ def read_params(
         holds NaN or infinity.
     """
     table = hf_names.entries(config)
-    source = resolve_names(source, table)
+    source = resolve_names(_without_unread_keys(source, config), table)
     check_tensors(source, table, is_tied=config.tie_embeddings)
     leaves = []
     for entry in table:  # an encoder's layers are equal, and stay stacked

@@ -61,6 +61,8 @@ def _cache(layer: ModelConfig, caches: Sequence[tuple[int, int]], length: int) -
       caches: slots and bytes of each of them.
       length: tokens of the text.
     """
+    if layer.keys_of is not None:
+        return f"reads the cache of layer {layer.keys_of}"
     slots, sizes = zip(*caches, strict=True)
     least, most, size = min(slots), max(slots), sum(sizes)
     held = f"{least:,} to {most:,}" if least < most else f"{most:,}"

@@ -178,8 +178,9 @@ def read_cache_bytes(
     """
     sizes = Mesh(fsdp=1).shape if sizes is None else sizes
     total = 0
-    for number, kind in enumerate(cache_lib.layer_caches(config)):
-        layer = config.layer(number)
+    caches = cache_lib.layer_caches(config)
+    for source in config.key_sources:  # layers that read the keys of another one read them again
+        layer, kind = config.layer(source), caches[source]
         devices = cache_lib.slot_devices(layer, kind, sizes)
         arrays = kind.read_arrays(cache_lib.layer_shape(layer), length, tokens, devices)
         total += _row_bytes(arrays, sizes["tensor"])
@@ -287,7 +288,7 @@ def keys_by_layer(config: ModelConfig, length: int, last: int | None = None) -> 
     keys = [by_kind[kind] for kind in config.kind_by_layer]
     if last is not None and config.cache is not None:
         caches = cache_lib.layer_caches(config)
-        bounds = [kind.num_multiplied(length, last) for kind in caches]
+        bounds = [caches[source].num_multiplied(length, last) for source in config.key_sources]
         keys = map(min, keys, bounds)
     return tuple(keys)
 
@@ -599,6 +600,7 @@ def _local_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
             kind,
             mixer=kind.mixer and kind.mixer.split(tensor),
             num_kv_heads=kind.num_kv_heads and shared[kind.num_kv_heads],
+            mlp_width=kind.mlp_width and divided(kind.mlp_width, tensor),
         )
         for kind in config.layers
     )

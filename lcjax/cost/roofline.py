@@ -121,7 +121,8 @@ def _read_weights(config: ModelConfig, sizes, tokens: int | None) -> float:
     split = {**sizes, "fsdp": 1, "context": 1}
     total, experts = 0.0, config.experts
     for path, (count, size) in resources.per_device(config, split).items():
-        if path == "embed/embedding" and not config.tie_embeddings:
+        is_table = path == "embed/embedding" and not config.tie_embeddings
+        if is_table or path == "layer_embed/embedding":
             continue  # reads only one row per token
         if tokens is None:
             size = count * jnp.dtype(config.dtype).itemsize

@@ -20,6 +20,7 @@ from lcjax.attention import CacheMethod
 from lcjax.attention.cache import (
     LayerCache,
     LayerShape,
+    NoSlots,
     Prompt,
     Tokens,
     View,
@@ -287,6 +288,8 @@ def layer_cache(config: "ModelConfig", rotated: bool | None = None) -> LayerCach
     """
     if config.mixer is not None:
         return StateCache(config.mixer)
+    if config.keys_of is not None:
+        return NoSlots()
     pattern = config.pattern.for_inference()
     rotated = not pattern.moves_keys if rotated is None else rotated
     kind = pattern.layer_cache

@@ -20,14 +20,17 @@ from lcjax.models.encoder import MaskedHead
 from lcjax.models.experts import Load
 from lcjax.models.gated_delta_net import GatedDeltaNetLayer
 from lcjax.models.layers import (
+    ACTIVATIONS,
     DEBERTA_SPAN,
     MLP,
     Attention,
     CollectKeyValues,
     CollectLoad,
     Head,
+    LayerEmbeddings,
     LayerInputs,
     LayerOutput,
+    Linear,
     Norm,
     SparseMLP,
     look_up,
@@ -66,12 +69,21 @@ def _feed_forward(
     return SparseMLP(config, mesh, by_tiles, name="mlp")(x, hidden, collect)
 
 
-def _token_mixer(config: ModelConfig, mesh: jax.sharding.Mesh | None) -> nn.Module:
-    """Returns the module that mixes the tokens of a layer: attention, or one in place of it."""
+def _token_mixer(
+    config: ModelConfig, mesh: jax.sharding.Mesh | None, *, shares: bool = False
+) -> nn.Module:
+    """Returns the module that mixes the tokens of a layer: attention, or one in place of it.
+
+    Args:
+      config: of the layer.
+      mesh: the devices.
+      shares: whether other layers read its keys and values.
+    """
     if config.mixer is not None:
         return _MIXERS[type(config.mixer)](config, mesh, name="mixer")
-    module = None if config.memory is None else config.memory.attention_module
-    return (module or Attention)(config, mesh, name="attention")
+    if config.memory is None:
+        return Attention(config, mesh, shares=shares, name="attention")
+    return (config.memory.attention_module or Attention)(config, mesh, name="attention")
 
 
 def _block_input(x: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
@@ -79,9 +91,22 @@ def _block_input(x: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
     return checkpoint_name(keep_tokens(x, mesh), "input")
 
 
-def _scaled(block: nn.Module, x: jax.Array) -> jax.Array:
-    """Returns the output x of a block times its learned number, if the model has any."""
+def _layer_output(block: nn.Module, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+    """Returns the output of a block, for hidden states x after attention and MLP.
+
+    The part of the layer of a second embedding is added, and the result is multiplied by the
+    learned number of the layer, if the model has these.
+    """
     c = block.config
+    if c.layer_embedding is not None:
+
+        def linear(name, inputs, outputs):
+            return Linear((inputs,), (outputs,), c, mesh=block.mesh, name=name)
+
+        gate = linear("embedding_gate", c.width, c.layer_embedding)(x)
+        y = ACTIVATIONS[c.activation](gate) * inputs.embedding
+        y = linear("embedding_out", c.layer_embedding, c.width)(y)
+        x = keep_tokens(x + Norm(c, name="embedding_norm")(y), block.mesh)
     if not c.layer_scale:
         return x
     scale = block.param("output_scale", nn.initializers.ones, (1,), jnp.dtype(c.param_dtype))
@@ -98,6 +123,7 @@ class SequentialBlock(nn.Module):
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None
     reads: bool = False
+    shares: bool = False  # whether other layers read its keys and values
 
     @nn.compact
     def __call__(
@@ -105,7 +131,8 @@ class SequentialBlock(nn.Module):
     ) -> tuple[jax.Array, LayerOutput]:
         c, x, inputs = self.config, _block_input(x, self.mesh), inputs.with_memory_layer(pair)
         normed = self.norm_before("attention_norm", x)
-        attended, output = _token_mixer(c, self.mesh)(normed, inputs, cache)
+        mixer = _token_mixer(c, self.mesh, shares=self.shares)
+        attended, output = mixer(normed, inputs, cache)
         x = keep_tokens(x + self.added("attention_after_norm", attended), self.mesh)
         if self.reads and inputs.memory is not None:
             reader = c.memory.reader(c.replace(lora=None), self.mesh, name="memory")
@@ -113,7 +140,7 @@ class SequentialBlock(nn.Module):
                 x = keep_tokens(x + reader(x, inputs), self.mesh)
         y, load = _feed_forward(c, self.mesh, self.norm_before("mlp_norm", x), x, inputs)
         x = keep_tokens(x + self.added("mlp_after_norm", y), self.mesh)
-        return _scaled(self, x), output._replace(load=load)
+        return _layer_output(self, x, inputs), output._replace(load=load)
 
     def norm_before(self, name: str, x: jax.Array) -> jax.Array:
         """Returns the input of attention or the MLP for hidden states x."""
@@ -132,6 +159,7 @@ class ParallelBlock(nn.Module):
     config: ModelConfig
     mesh: jax.sharding.Mesh | None = None
     reads: bool = False  # always False: no memory supports this block
+    shares: bool = False  # whether other layers read its keys and values
 
     @nn.compact
     def __call__(
@@ -139,10 +167,11 @@ class ParallelBlock(nn.Module):
     ) -> tuple[jax.Array, LayerOutput]:
         c, x = self.config, _block_input(x, self.mesh)
         normed = Norm(c, name="attention_norm")(x)
-        attended, output = _token_mixer(c, self.mesh)(normed, inputs, cache)
+        mixer = _token_mixer(c, self.mesh, shares=self.shares)
+        attended, output = mixer(normed, inputs, cache)
         y, load = _feed_forward(c, self.mesh, normed, x, inputs)
         x = keep_tokens(x + attended + y, self.mesh)
-        return _scaled(self, x), output._replace(load=load)
+        return _layer_output(self, x, inputs), output._replace(load=load)
 
 
 _BLOCKS = {"sequential": SequentialBlock, "parallel": ParallelBlock}
@@ -289,11 +318,15 @@ class Decoder(nn.Module):
             )(c.layer(0), self.mesh, self.reads[0])
         else:
             block = _block(c, scanned=False)
+            sources = {x for index, x in enumerate(c.key_sources) if x != index}
             self.layers = [
-                block(c.layer(index), self.mesh, reads) for index, reads in enumerate(self.reads)
+                block(c.layer(index), self.mesh, reads, index in sources)
+                for index, reads in enumerate(self.reads)
             ]
         if memory is not None:
             self.encoder = memory.encoder(c, self.mesh)
+        if c.layer_embedding is not None:
+            self.layer_embed = LayerEmbeddings(c, self.mesh)
         self.final_norm = Norm(c)
         if not c.tie_embeddings:
             self.head = Head(c)
@@ -384,6 +417,17 @@ class Decoder(nn.Module):
             for kind, view, layer_memory in zip(c.kind_by_layer, views, memories, strict=True)
         ]  # fmt: skip
         x = keep_tokens(self.embedded(tokens), self.mesh)
+        if c.layer_embedding is not None:
+            if tokens.ndim == 3:
+                raise InputError(
+                    "tokens are hidden states, and each layer of this model adds embeddings of"
+                    " token ids (layer_embedding); give token ids"
+                )
+            embeddings = self.layer_embed(x, tokens)
+            all_inputs = [
+                inputs._replace(embedding=embeddings[:, :, index])
+                for index, inputs in enumerate(all_inputs)
+            ]
         x = self.position(x, absolute, segments)
         x, output = (self._stacked if c.stacked else self._separate)(x, all_inputs, layers)
         if cache is not None:
@@ -415,16 +459,34 @@ class Decoder(nn.Module):
         """
         c, blocks, outputs = self.config, self.layers, []
         layers = (None,) * c.num_layers if layers is None else layers
+        shared: dict[int, Any] = {}  # keys and values by the number of their layer
+
+        def inputs_of(index):
+            # A layer that reads the keys of another one reads them in the cache of that.
+            source = c.key_sources[index]
+            inputs, cache = all_inputs[index], layers[source]
+            if source != index and not self.is_initializing():
+                inputs = inputs._replace(shared=shared[source], view=all_inputs[source].view)
+            return inputs, cache
+
+        def add(index, output):
+            if output.shared is not None:
+                shared[index] = output.shared
+            if c.key_sources[index] != index and output.cache is not None:
+                output = output._replace(cache=layers[index])
+            outputs.append(output._replace(shared=None))
+
         if self.is_initializing() or self.is_mutable_collection("intermediates"):
             # Flax sees parameters and intermediate values only of modules that are called directly.
-            for block, inputs, layer in zip(blocks, all_inputs, layers, strict=True):
-                x, output = block(x, inputs, layer)
-                outputs.append(output)
+            for index, block in enumerate(blocks):
+                x, output = block(x, *inputs_of(index))
+                add(index, output)
             return x, _by_field(outputs)
         weights = [block.variables["params"] for block in blocks]
         groups = layer_groups.one_group_per_layer(c.num_layers)
         if c.scan_layers and all(layer is None for layer in layers):
-            kinds = [*zip(c.kind_by_layer, self.reads, strict=True)]
+            kinds = [(kind, block.reads, block.shares)
+                     for kind, block in zip(c.kind_by_layer, blocks, strict=True)]  # fmt: skip
             groups = layer_groups.group_layers(weights, kinds)
 
         @functools.cache
@@ -442,14 +504,15 @@ class Decoder(nn.Module):
                     module(block.config, self.mesh, block.reads, parent=None)
                     for block in blocks[first : first + period]
                 ]
-                parts = weights[group], all_inputs[group]
-                x, group_outputs = layer_groups.scan(modules, *parts, x, self.mesh)
-                outputs += group_outputs
+                inputs = [inputs_of(index)[0] for index in range(first, rest[-1] + 1)]
+                x, scanned = layer_groups.scan(modules, weights[group], inputs, x, self.mesh)
+                for index, output in enumerate(scanned, first):
+                    add(index, output)
                 continue
             block = blocks[first].clone(parent=None, name=None)
             with jax.named_scope(f"layers_{first}"):
-                x, output = jitted(block)(weights[first], x, all_inputs[first], layers[first])
-            outputs.append(output)
+                x, output = jitted(block)(weights[first], x, *inputs_of(first))
+            add(first, output)
         return x, _by_field(outputs)
 
     def embedded(self, tokens: Int[Array, "B T"] | Float[Array, "B T D"]) -> Float[Array, "B T D"]:

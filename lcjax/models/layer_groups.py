@@ -128,12 +128,15 @@ def scan(
         if mesh is not None:
             params = jax.lax.with_sharding_constraint(params, param_shardings(mesh, params))
         memory, pairs = stack_contexts([inputs.memory for inputs in all_inputs[first::period]])
-        stacks.append((params, pairs))
+        embeddings = [inputs.embedding for inputs in all_inputs[first::period]]
+        embeddings = None if embeddings[0] is None else jnp.stack(embeddings)
+        stacks.append((params, pairs, embeddings))
         shared.append(all_inputs[first]._replace(memory=memory))
 
     def apply_period(x, stacks):
         outputs = []
-        for block, inputs, (layer, pair) in zip(blocks, shared, stacks, strict=True):
+        for block, inputs, (layer, pair, embedding) in zip(blocks, shared, stacks, strict=True):
+            inputs = inputs._replace(embedding=embedding)
             x, output = block.apply({"params": layer}, x, inputs, None, pair)
             outputs.append(output)
         return x, outputs

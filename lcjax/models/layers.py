@@ -66,6 +66,8 @@ class LayerOutput(NamedTuple):
     # [B, S, K, H] each, of the tokens that `CollectKeyValues` selects
     key_values: tuple[jax.Array, jax.Array] | None = None
     load: Load | None = None  # of the experts, over the tokens of `CollectLoad`
+    # [B, T, K, H] each, neither rotated: of all tokens, for layers that read them
+    shared: tuple[jax.Array, jax.Array] | None = None
 
 
 class LayerInputs(NamedTuple):
@@ -84,6 +86,9 @@ class LayerInputs(NamedTuple):
     collect: CollectKeyValues | CollectLoad | None = None
     # int32 [B, R] if the last R tokens are beacons: the number of window tokens each beacon sees
     beacons: jax.Array | None = None
+    # [B, T, K, H] each: keys and values of another layer, of a layer with `keys_of`
+    shared: tuple[jax.Array, jax.Array] | None = None
+    embedding: jax.Array | None = None  # [B, T, P], of the layer (`LayerEmbeddings`)
 
     def attention_metadata(
         self,
@@ -296,43 +301,60 @@ class Projections(nn.Module):
         def heads(count):
             return Linear((c.width,), (count, c.head_dim), c, c.qkv_bias, mesh)
 
-        self.query, self.key = map(heads, (c.num_heads, c.num_kv_heads))
-        if not c.values_from_keys:
-            self.value = heads(c.num_kv_heads)
-        if c.qk_norm not in ("none", "unscaled"):
-            self.query_norm, self.key_norm = (
-                {
-                    "rotated": NormScale(c, c.head_dim),
-                    "head": Norm(c, (c.head_dim,)),
-                    "all": Norm(c, (count, c.head_dim)),
-                    "each": Norm(c, (c.head_dim,), heads=count),
-                }[c.qk_norm]
-                for count in (c.num_heads, c.num_kv_heads)
-            )
+        def norm(count):
+            return {
+                "rotated": NormScale(c, c.head_dim),
+                "head": Norm(c, (c.head_dim,)),
+                "all": Norm(c, (count, c.head_dim)),
+                "each": Norm(c, (c.head_dim,), heads=count),
+            }[c.qk_norm]
+
+        has_norms = c.qk_norm not in ("none", "unscaled")
+        self.query = heads(c.num_heads)
+        if has_norms:
+            self.query_norm = norm(c.num_heads)
+        if c.keys_of is None:
+            self.key = heads(c.num_kv_heads)
+            if not c.values_from_keys:
+                self.value = heads(c.num_kv_heads)
+            if has_norms:
+                self.key_norm = norm(c.num_kv_heads)
         if c.attention_gate:
             self.output_gate = heads(c.num_heads)
         self.out = Linear((c.num_heads, c.head_dim), (c.width,), c, c.out_bias, mesh)
 
     def project(
-        self, x: Float[Array, "B T D"], rotation: Rotation | None = None
+        self,
+        x: Float[Array, "B T D"],
+        rotation: Rotation | None = None,
+        shared: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Returns queries, keys and values of hidden states, normed but not rotated.
 
         Args:
           x: hidden states.
           rotation: that of the layer, for a norm after it; None: the layer has no such norm.
+          shared: keys and values of another layer, of a layer with `keys_of`.
         """
         c = self.config
+
+        def norm(y, scaled):
+            if c.qk_norm not in ("unscaled", "rotated"):
+                return y if c.qk_norm == "none" else scaled(y)
+            if not (c.rotates or c.qk_norm == "rotated"):
+                return y
+            return norm_of_rotated(y, rotation.scale, c.norm_epsilon)
+
         with jax.named_scope("qkv"):
-            q, k = self.query(x), self.key(x)
-            v = k if c.values_from_keys else self.value(x)
-            if c.value_norm:
-                v = norm_of_rotated(v, 1.0, c.norm_epsilon)
-            if c.qk_norm in ("unscaled", "rotated"):
-                if c.rotates or c.qk_norm == "rotated":
-                    q, k = (norm_of_rotated(y, rotation.scale, c.norm_epsilon) for y in (q, k))
-            elif c.qk_norm != "none":
-                q, k = self.query_norm(q), self.key_norm(k)
+            q = norm(self.query(x), getattr(self, "query_norm", None))
+            if c.keys_of is None:
+                k = self.key(x)
+                v = k if c.values_from_keys else self.value(x)
+                k = norm(k, getattr(self, "key_norm", None))
+                if c.value_norm:
+                    v = norm_of_rotated(v, 1.0, c.norm_epsilon)
+            else:
+                k, v = shared
             if c.attention_scale is not None:  # kernels divide by sqrt(H)
                 q = multiply(q, c.attention_scale * math.sqrt(c.head_dim))
             return q, k, v
@@ -345,6 +367,8 @@ class Projections(nn.Module):
 
 class Attention(Projections):
     """Grouped-query attention (Ainslie et al. 2023) under any rotation and pattern."""
+
+    shares: bool = False  # whether other layers read its keys and values
 
     def setup(self):
         super().setup()
@@ -385,7 +409,10 @@ class Attention(Projections):
     ) -> tuple[jax.Array, LayerOutput]:
         c, mesh, pattern, output = self.config, self.mesh, self.config.pattern, LayerOutput()
         inputs = inputs._replace(bias=self.bias(inputs.bias))
-        q, k, v = self.project(x, inputs.rotation)
+        if self.is_initializing() and c.keys_of is not None:  # layers are created one by one
+            empty = jnp.zeros((*x.shape[:2], c.num_kv_heads, c.head_dim), x.dtype)
+            inputs = inputs._replace(shared=(empty, empty))
+        q, k, v = self.project(x, inputs.rotation, inputs.shared)
         if c.qk_norm == "rotated":
             # The products of rotated queries and keys have the scales of both.
             scale = inputs.rotation.query_scale * (self.query_norm() * self.key_norm())
@@ -426,6 +453,8 @@ class Attention(Projections):
                 output = LayerOutput(cache=cache)
         if c.attention_gate:
             y = y * nn.sigmoid(self.output_gate(x))
+        if self.shares:
+            output = output._replace(shared=(k, v))
         return self.combine(y), output
 
     def other_partials(
@@ -507,7 +536,7 @@ def multiply(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": nn.silu,
     "relu": nn.relu,
     "gelu": functools.partial(nn.gelu, approximate=False),
@@ -531,7 +560,7 @@ class MLP(nn.Module):
             tile = tile_size(tokens, self._bytes_per_token(), self.mesh)
             if tile < tokens:
                 return self._by_tiles(x, tile)
-        activate = _ACTIVATIONS[c.activation]
+        activate = ACTIVATIONS[c.activation]
 
         def widen(name):
             return Linear((c.width,), (c.mlp_width,), c, c.mlp_bias, self.mesh, name=name)(x)
@@ -638,7 +667,7 @@ class SparseMLP(nn.Module):
         y, load = mixture(
             *(x, router, kernels, collect and collect.counted, biases, router_input, scales),
             experts=experts,
-            activate=_ACTIVATIONS[c.activation],
+            activate=ACTIVATIONS[c.activation],
             storage=c.weights,
             mesh=None if self.is_initializing() else self.mesh,
             by_tiles=self.by_tiles,
@@ -661,6 +690,34 @@ class SparseMLP(nn.Module):
                 return y
             kernel, _ = Kernel((c.width, 1), c, name="shared_gate")()
             return nn.sigmoid(matmul(x, kernel.astype(x.dtype))) * y
+
+
+class LayerEmbeddings(nn.Module):
+    """The second embedding of tokens, of which each layer reads a part (Gemma 4 E2B and E4B).
+
+    (norm(x W / sqrt(D)) + sqrt(P) e) / sqrt(2) for the embedding x of a token, and the row e of a
+    table with P numbers for each layer.
+    """
+
+    config: ModelConfig
+    mesh: jax.sharding.Mesh | None = None
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], tokens: Int[Array, "B T"]
+    ) -> Float[Array, "B T L P"]:
+        c, dtype = self.config, jnp.dtype(self.config.param_dtype)
+        sizes = c.num_layers, c.layer_embedding
+        mesh = None if self.is_initializing() else self.mesh
+        normal = nn.initializers.normal(0.02)
+        table = self.param("embedding", normal, (c.vocab_size, math.prod(sizes)), dtype)
+        rows = look_up(table, tokens, c.compute_dtype(), mesh)
+        rows = rows * jnp.asarray(math.sqrt(c.layer_embedding), rows.dtype)
+        spread = nn.initializers.normal(c.width**-0.5)
+        kernel = self.param("projection", spread, (c.width, math.prod(sizes)), dtype)
+        projected = multiply(matmul(x, kernel.astype(x.dtype)), c.width**-0.5)
+        projected = Norm(c, sizes[1:], name="norm")(projected.reshape(*x.shape[:2], *sizes))
+        return multiply(projected + rows.reshape(projected.shape), 2**-0.5)
 
 
 def look_up(

@@ -7,13 +7,13 @@ fixed size, so its cache does not grow with the text.
 import abc
 import dataclasses
 import math
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import draccus
 import jax
 import jax.numpy as jnp
 
-from lcjax.attention.cache import Arrays, LayerCache, LayerShape, View
+from lcjax.attention.cache import Arrays, LayerShape, NoSlots
 from lcjax.errors import InputError, Interval, PositiveInt, check_fields
 
 
@@ -120,37 +120,10 @@ class GatedDeltaNet(Mixer):
 
 
 @dataclasses.dataclass(frozen=True)
-class StateCache(LayerCache):
+class StateCache(NoSlots):
     """The state of a mixer: of fixed size, whatever number of tokens it has read."""
-
-    keeps_all: ClassVar[bool] = False
-    continues: ClassVar[bool] = True
 
     mixer: Mixer
 
-    def fit(self, length, chunk):
-        return self, 0
-
-    def num_visible(self, length, tokens):
-        return 0
-
     def arrays(self, layer: LayerShape, slots: int):
         return self.mixer.state(layer.dtype)
-
-    def slots_of(self, arrays):
-        return 0
-
-    def shared(self, rows, slots):
-        return ()
-
-    def reserve(self, slots, new, filled):
-        return View(slots, new, filled, None, self)
-
-    def pad_between(self):
-        return self  # padding changes no state
-
-    def with_extra_slots(self, arrays, slots, tokens):
-        return self, arrays, slots
-
-    def attend(self, arrays, q, k, v, pattern, view, metadata):
-        raise TypeError("a layer with a mixer has no attention")

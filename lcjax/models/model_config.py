@@ -36,8 +36,10 @@ RotaryFraction = Annotated[float, Interval(above=0, most=1)]
 # Fields of `LayerKind` in place of those of the model
 _OF_ATTENTION = (
     *("pattern", "rope", "head_dim", "num_kv_heads", "rotary_fraction", "values_from_keys"),
+    "keys_of",
 )
-_OF_KINDS = (*_OF_ATTENTION, "mixer", "norm_place")
+_OF_KINDS = (*_OF_ATTENTION, "mixer", "norm_place", "mlp_width")
+MAX_LAYERS = 2_000  # the deepest published transformer has 1,000 (DeepNet, arXiv 2203.00555)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,9 @@ class LayerKind:
     num_kv_heads: PositiveInt | None = None
     rotary_fraction: RotaryFraction | None = None
     values_from_keys: bool | None = None
+    # Number of an earlier layer whose keys and values attention reads, from 0; null: none
+    keys_of: Annotated[int, Range(0, MAX_LAYERS)] | None = None
+    mlp_width: PositiveInt | None = None
 
     def __post_init__(self):
         check_choices("layers", self)
@@ -67,7 +72,6 @@ class LayerKind:
 
 
 _UNSTATED = LayerKind()
-MAX_LAYERS = 2_000  # the deepest published transformer has 1,000 (DeepNet, arXiv 2203.00555)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +122,11 @@ class ModelConfig:
     tie_embeddings: bool = False
     embedding_scale: float = 1.0  # factor of embeddings (Gemma: the root of the width)
     residual_scale: float = 1.0  # factor of the outputs of attention and MLP (Granite)
+    # Width of a second embedding of tokens, of which each layer adds a part to its output (Gemma 4
+    # E2B); null: there is none
+    layer_embedding: PositiveInt | None = None
+    # In a config of one layer: the layer whose keys and values it reads (`LayerKind.keys_of`)
+    keys_of: int | None = None
     layer_scale: bool = False  # whether a learned number multiplies the output of a layer (Gemma 4)
     attention_scale: float | None = None  # factor of the attention logits; null: 1 / sqrt(H)
     # b and L: queries at position p are multiplied by 1 + b ln(1 + floor(p / L)), which sharpens
@@ -244,6 +253,7 @@ class ModelConfig:
                     f"model.layers: rope type {kind.rope.type} is learned for a whole model; set"
                     f" model.rope.type={kind.rope.type}, and leave it out of layers"
                 )
+        self._check_sources()
         choices = [x for x in (self.pattern, *self.patterns) if x.inserts_tokens]
         if choices and self.kinds != (LayerKind(),):
             kind = Pattern.get_choice_name(type(choices[0]))
@@ -268,6 +278,28 @@ class ModelConfig:
                 raise InputError(
                     f"model.position={self.position} is not defined under pattern {choice!r}, "
                     f"which places tokens itself; it takes {', '.join(choice.encodings)}"
+                )
+
+    def _check_sources(self) -> None:
+        """Raises an InputError if a layer cannot read the keys and values that it is to read."""
+        names = ("pattern", "rope", "head_dim", "num_kv_heads", "rotary_fraction", "mixer")
+        for index, number in enumerate(self.kind_by_layer):
+            source = self.kinds[number].keys_of
+            if source is None:
+                continue
+            layer, other = self.layer(index), self.layer(source) if source < index else None
+            if other is None or other.keys_of is not None or other.mixer is not None:
+                raise InputError(
+                    f"model.layers: keys_of={source} of layer {index} must be the number of an"
+                    " earlier layer with attention and keys of its own"
+                )
+            wrong = [x for x in names if getattr(layer, x) != getattr(other, x)]
+            if wrong:
+                raise InputError(
+                    f"model.layers: layer {index} reads the keys of layer {source}, whose"
+                    f" {', '.join(wrong)} must be the same; they are"
+                    f" {', '.join(repr(getattr(other, x)) for x in wrong)} there and"
+                    f" {', '.join(repr(getattr(layer, x)) for x in wrong)} here"
                 )
 
     def _check_mixers(self) -> None:
@@ -306,14 +338,15 @@ class ModelConfig:
         plain |= {"attention_sinks": False, "query_scale": 0.0, "mixer": None}
         plain |= {"attention_gate": False, "rotary_share": "channels"}
         plain |= {"value_norm": False, "values_from_keys": False, "layer_scale": False}
+        plain |= {"layer_embedding": None}
         for field, value in plain.items():
             if getattr(self, field) != value:
                 raise InputError(
                     f"model.memory is not defined for models with {field}={getattr(self, field)!r};"
                     " take a model of the Llama, Mistral or Qwen2 families"
                 )
-        for field in ("head_dim", "num_kv_heads", "rotary_fraction"):
-            if any(getattr(kind, field) for kind in self.kinds):
+        for field in ("head_dim", "num_kv_heads", "rotary_fraction", "keys_of", "mlp_width"):
+            if any(getattr(kind, field) is not None for kind in self.kinds):
                 raise InputError(
                     f"model.memory is not defined for models whose layers have a {field} of their"
                     " own (model.layers); take a model of the Llama, Mistral or Qwen2 families"
@@ -345,6 +378,8 @@ class ModelConfig:
             )
         sizes = {"width": self.width, "heads": self.num_heads * self.head_dim}
         sizes["mlp_width"] = self.expert_width
+        if self.layer_embedding is not None:
+            sizes["layer_embedding"] = self.layer_embedding
         if self.experts is not None and self.experts.shared_width is not None:
             sizes["experts.shared_width"] = self.experts.shared_width
         if self.mixer is not None:
@@ -417,6 +452,12 @@ class ModelConfig:
     def layer(self, index: int) -> "ModelConfig":
         """Returns a config in which all layers are as layer `index`."""
         return self._by_kind[self.kind_by_layer[index]] if self.layers else self
+
+    @functools.cached_property
+    def key_sources(self) -> tuple[int, ...]:
+        """For each layer the number of that whose keys and values it reads: mostly its own."""
+        sources = (self.kinds[kind].keys_of for kind in self.kind_by_layer)
+        return tuple(i if source is None else source for i, source in enumerate(sources))
 
     def kinds_with(self, layers: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
         """Returns kinds of layers with the patterns and ropes of `layers`.
@@ -544,10 +585,12 @@ class ModelConfig:
         """Whether layer weights are stacked [L, ...] under `layers`.
 
         Otherwise each layer's weights are under `layers_0`, `layers_1`, ... They are so if layers
-        differ; `lcjax.models.layer_groups` then scans groups of equal layers.
+        differ, or add embeddings of their own; `lcjax.models.layer_groups` then scans groups of
+        equal layers.
         """
         memory = self.memory
         is_uniform = memory is None or memory.uniform_layers(self.num_layers)
+        is_uniform &= self.layer_embedding is None
         return self.scan_layers and len(self.kinds) == 1 and is_uniform
 
     @property

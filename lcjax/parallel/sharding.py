@@ -46,6 +46,9 @@ _HIDDEN = 16
 # axes need the same weights at the same time.
 _RULES = (
     (r"embed/embedding", ("tensor", "fsdp")),
+    (r"layer_embed/projection", ("fsdp", "tensor")),
+    (r"embedding_gate/kernel", ("fsdp", None)),
+    (r"embedding_out/kernel", (None, "fsdp")),
     (r"position/embedding", (None, "fsdp")),
     (r"position/bias", (None, "tensor")),
     (r"head/kernel", ("fsdp", "tensor")),

@@ -47,7 +47,7 @@ NAMED_RULES = {
     "lora": r"(^|/)lora_[ab]$",
     # Input embeddings, as in LongLoRA; with tied embeddings also the head. Paths of a retriever's
     # two encoders begin with their names.
-    "embeddings": r"^((query|passage)/)?embed/",
+    "embeddings": r"^((query|passage)/)?(layer_)?embed/",
     "head": r"^head/",
     "norms": r"norm/(scale|bias)$",
     "rope": r"^rope/",

@@ -211,6 +211,47 @@ MODELS = {
             "moe_intermediate_size": 28,
         },
     ),
+    "gemma4, keys of other layers": (
+        "gemma4_text",
+        GEMMA4
+        | {
+            "num_hidden_layers": 8,
+            "head_dim": 20,
+            "global_head_dim": 24,
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 260,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4, embeddings of layers": (
+        "gemma4_text",
+        GEMMA4
+        | {
+            "layer_types": ["full_attention"] * 3,
+            "global_head_dim": 20,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 260,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4_unified, keys of other layers": (
+        "gemma4_unified_text",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 20,
+            "sliding_window": 7,
+            "layer_types": [
+                *("full_attention", "sliding_attention", "full_attention"),
+                *("sliding_attention", "full_attention"),
+            ],
+            "num_kv_shared_layers": 2,
+            "attention_k_eq_v": True,
+            "attention_bias": True,
+        },
+    ),
     "gemma4_unified": (
         "gemma4_unified_text",
         {"head_dim": 20, "sliding_window": 7, "global_head_dim": 20},

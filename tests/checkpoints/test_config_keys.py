@@ -144,9 +144,8 @@ NO_EFFECT = {
 UNUSED = {
     *(("olmoe", "num_local_experts"), ("olmoe", "sliding_window")),
     ("phi3", "original_max_position_embeddings"),
-    # For layers that read the keys of others, and for embeddings of layers
+    # Of layers that read the keys of others
     *(("gemma4_text", "use_double_wide_mlp"), ("gemma4_unified_text", "use_double_wide_mlp")),
-    ("gemma4_text", "vocab_size_per_layer_input"),
 }
 SWITCHED_ON = {
     "use_sliding_window": True,
@@ -157,7 +156,8 @@ SWITCHED_ON = {
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
     "intermediate_size_mlp": 64,
-    "hidden_size_per_layer_input": 0,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 260,
     "enable_moe_block": True,
     "top_k_experts": 2,
     "moe_intermediate_size": 24,

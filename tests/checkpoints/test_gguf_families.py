@@ -72,6 +72,8 @@ def test_every_family_is_tested_or_refused():
             "olmo_hybrid",
             "granite_swa",
             "hunyuan_v1_dense",
+            "gemma4_text",
+            "gemma4_unified_text",
         ),
     }
     kinds = {MODELS[base][0] for base, _ in CASES.values()}

@@ -256,10 +256,13 @@ OLMO_HYBRID = LLAMA2 | {"model_type": "olmo_hybrid"}
         (LLAMA2 | {"model_type": "deepseek_v2"}, "model_type='deepseek_v2'.*llama, mistral, .*phi"),
         ({}, "model_type=None"),
         (
-            {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}},
-            "hidden_size_per_layer_input=256 is not supported for model_type='gemma4_text'",
+            GEMMA4 | {"hidden_size_per_layer_input": 8},
+            "vocab_size_per_layer_input=262144 is not supported .*; supported: 32000",
         ),
-        (GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 is not supported"),
+        (
+            GEMMA4 | {"num_kv_shared_layers": 27},
+            "num_kv_shared_layers=27 must leave a layer of each type before them, of the 32 layers",
+        ),
         (
             GEMMA4 | {"use_bidirectional_attention": "all"},
             "use_bidirectional_attention='all' is not supported",

@@ -269,7 +269,7 @@ LLAMA4_SCOUT = {
 
 GEMMA4 = {
     "model_type": "gemma4",
-    "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0},
+    "text_config": {"model_type": "gemma4_text", "num_kv_shared_layers": 10},
     "dtype": "bfloat16",
 }
 GEMMA4_UNIFIED = {

@@ -1,8 +1,10 @@
 """Layers with heads of several sizes, as in Gemma 4: caches, rows, devices and gradients."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_lm import ids, sharp_decoder, text
@@ -10,7 +12,8 @@ from tiny_lm import ids, sharp_decoder, text
 from lcjax import Sampling
 from lcjax.attention import Sliding
 from lcjax.attention.policies import SnapKV
-from lcjax.cost.resources import parameter_shapes
+from lcjax.cost import cache_bytes, generation_memory, layer_lines
+from lcjax.cost.resources import attention_flops, parameter_shapes, read_cache_bytes
 from lcjax.errors import InputError
 from lcjax.models import Decoder, LayerKind, preset
 from lcjax.models import cache as cache_lib
@@ -56,6 +59,17 @@ EXPERTS = Experts(
 THREE = CONFIG.replace(num_layers=3)
 
 
+def reader(kind, source):
+    return dataclasses.replace(kind, repeat=1, keys_of=source, mlp_width=96)
+
+
+# Gemma 4 E2B: the last four layers read the keys of the first two.
+LOCAL, FULL = dataclasses.replace(CONFIG.layers[0], repeat=1), CONFIG.layers[1]
+SHARED = CONFIG.replace(
+    layers=(LOCAL, FULL, *2 * (reader(LOCAL, 0), reader(FULL, 1))), layer_embedding=10
+)
+
+
 @functools.cache
 def params_of(config):
     """Parameters whose vectors are random, too, so that none has no effect."""
@@ -84,14 +98,17 @@ def test_layers_have_the_parameters_of_their_kind():
     assert params["layers_2/output_scale"] == (1,)
 
 
-def test_rows_behind_padding_and_packed_documents_are_read_as_alone():
-    params, tokens = params_of(THREE), text(0, 2, 41)
-    read = jax.jit(functools.partial(apply, THREE))
+@pytest.mark.slow_except("three")
+@pytest.mark.parametrize("config", [THREE, SHARED], ids=["three", "shared"])
+def test_rows_behind_padding_and_packed_documents_are_read_as_alone(config):
+    params, tokens = params_of(config), text(0, 2, 41)
+    read = jax.jit(functools.partial(apply, config))
     padding = np.array([0, 13])
     whole = [read(params, tokens[i : i + 1, padding[i] :]).hidden[0] for i in range(2)]
-    cache, outputs = cache_lib.create(THREE, 2, 64, chunk=16), []
-    assert {x["keys"].shape for x in cache.layers} == {(2, 2, 64, 8), (2, 1, 64, 14)}
-    rotation, at = THREE.rotation(64), np.arange(41) - padding[:, None]
+    cache, outputs = cache_lib.create(config, 2, 64, chunk=16), []
+    shapes = {x["keys"].shape for x in cache.layers if x}
+    assert shapes == {(2, 2, 64, 8), (2, 1, 64, 14)}
+    rotation, at = config.rotation(64), np.arange(41) - padding[:, None]
     for start, stop in (*((i, i + 8) for i in range(0, 40, 8)), (40, 41)):
         part = slice(start, stop)
         segments = (at[:, part] >= 0).astype(np.int32)
@@ -111,18 +128,22 @@ def test_rows_behind_padding_and_packed_documents_are_read_as_alone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("experts", "mesh"),
+    ("config", "mesh"),
     [
-        (None, Mesh(tensor=2, context=4, fsdp=1)),
-        (None, Mesh(fsdp=4, tensor=2)),
-        (None, Mesh(context=8, fsdp=1)),
-        (EXPERTS, Mesh(expert=2, tensor=2, fsdp=2)),
-        (EXPERTS, Mesh(context=4, fsdp=2)),
+        (CONFIG, Mesh(tensor=2, context=4, fsdp=1)),
+        (CONFIG, Mesh(fsdp=4, tensor=2)),
+        (CONFIG, Mesh(context=8, fsdp=1)),
+        (CONFIG.replace(experts=EXPERTS), Mesh(expert=2, tensor=2, fsdp=2)),
+        (CONFIG.replace(experts=EXPERTS), Mesh(context=4, fsdp=2)),
+        (SHARED, Mesh(tensor=2, context=4, fsdp=1)),
+        (SHARED, Mesh(fsdp=4, tensor=2)),
     ],
-    ids=["tensor, context", "fsdp, tensor", "context", "mixture, expert", "mixture, context"],
+    ids=[
+        *("tensor, context", "fsdp, tensor", "context", "mixture, expert", "mixture, context"),
+        *("shared, context", "shared, tensor"),
+    ],
 )
-def test_devices_and_scans_compute_the_gradients_of_layers_one_by_one(experts, mesh):
-    config = CONFIG.replace(experts=experts)
+def test_devices_and_scans_compute_the_gradients_of_layers_one_by_one(config, mesh):
     tokens = text(2, 4, 32)
     segments = np.repeat([1, 2, 0], [13, 16, 3])[None].repeat(4, 0).astype(np.int32)
 
@@ -143,21 +164,27 @@ def test_devices_and_scans_compute_the_gradients_of_layers_one_by_one(experts, m
 
 
 @pytest.mark.slow
-def test_a_policy_evicts_from_layers_without_a_window_alone():
-    sampling, config = Sampling(max_new_tokens=6), CONFIG.replace(cache=SnapKV(tokens=32, window=8))
-    lm, exact = sharp_decoder(config), sharp_decoder(CONFIG)
+@pytest.mark.parametrize(
+    ("base", "local", "full"), [(CONFIG, 4, 2), (SHARED, 1, 1)], ids=["own", "shared"]
+)
+def test_a_policy_evicts_from_layers_without_a_window_alone(base, local, full):
+    sampling, config = Sampling(max_new_tokens=6), base.replace(cache=SnapKV(tokens=32, window=8))
+    lm, exact = sharp_decoder(config), sharp_decoder(base)
     prompts = [ids(6, 90), ids(7, 70)]
     texts = lm.generate(prompts, sampling)
     assert texts == [lm.generate([prompt], sampling)[0] for prompt in prompts]
     short = [ids(8, 30), ids(9, 17)]  # which fit
     assert lm.generate(short, sampling) == exact.generate(short, sampling)
     # Keys and values in float32; layers without a window also hold order indices and 8 queries.
-    rings, kept = 4 * 2 * 5 * 2 * 8, 2 * (32 * (2 * 14 + 1) + 8 * (4 * 14 + 1))
+    rings, kept = local * 2 * 5 * 2 * 8, full * (32 * (2 * 14 + 1) + 8 * (4 * 14 + 1))
     assert lm.cache_bytes(1000) == lm.cache_bytes(100_000) == 4 * (rings + kept)
 
 
 def test_adapters_are_added_to_the_projections_that_layers_have():
     lora = LoRA(rank=2, targets=("query", "key", "value", "out"))
+    params = parameter_shapes(SHARED.replace(lora=lora))
+    adapters = {path for path in params if path.endswith("lora_a") and "/key/" in path}
+    assert adapters == {f"layers_{i}/attention/key/lora_a" for i in (0, 1)}
     params = parameter_shapes(THREE.replace(lora=lora))
     adapters = {path for path in params if path.endswith("lora_a") and "/value/" in path}
     assert adapters == {f"layers_{i}/attention/value/lora_a" for i in (0, 1)}
@@ -173,3 +200,42 @@ def test_layers_keep_their_sizes_when_patterns_and_ropes_are_replaced():
         assert layer.rope == (CONFIG.rope if index % 2 else Default(theta=5.0))
     with pytest.raises(InputError, match="head_dim=10 of layer 0 does not fit the weights"):
         CONFIG.kinds_with((LayerKind(head_dim=10),))
+
+
+def test_layers_that_read_the_keys_of_others_hold_none_and_count_what_they_read():
+    # Layers, keys and values, slots, heads, channels, bytes
+    local, full = 2 * 5 * 2 * 8 * 4, 2 * 90 * 1 * 14 * 4
+    assert cache_bytes(SHARED, 90) == local + full
+    assert read_cache_bytes(SHARED, 90) == 3 * (local + full)
+    assert attention_flops(SHARED, 90, 1) == 3 * 4 * 4 * (8 * 5 + 14 * 90)
+    lines = layer_lines(SHARED, 90)
+    assert [line.split(":")[0] for line in lines] == [
+        *("layers 0 (1)", "layers 1 (1)", "layers 2, 4 (2)", "layers 3, 5 (2)")
+    ]
+    assert "cache of 90 of 90 tokens" in lines[1] and "reads the cache of layer 0" in lines[2]
+    cache = cache_lib.create(SHARED, 3, 90, chunk=1)
+    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers))
+    memory = generation_memory(SHARED, 90, 3, Mesh(fsdp=1), chunk=1)
+    assert memory.cache == arrays
+    params = parameter_shapes(SHARED)
+    assert params["layers_2/mlp/up/kernel"].shape == (32, 96)
+    assert params["layer_embed/embedding"].shape == (259, 60)
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ((LOCAL, reader(FULL, 1)), "keys_of=1 of layer 1 must be the number of an earlier layer"),
+        ((LOCAL, reader(LOCAL, 0), reader(LOCAL, 1)), "keys_of=1 of layer 2 must be the number"),
+        ((LOCAL, reader(FULL, 0)), "reads the keys of layer 0, whose pattern, rope, head_dim"),
+    ],
+)
+def test_layers_that_cannot_read_the_keys_of_others_raise_input_error(layers, words):
+    with pytest.raises(InputError, match=words) as error:
+        CONFIG.replace(num_layers=len(layers), layers=layers)
+    assert "\n" not in str(error.value)
+
+
+def test_embeddings_of_layers_need_token_ids():
+    with pytest.raises(InputError, match="layer_embedding.*; give token ids"):
+        apply(SHARED, params_of(SHARED), jnp.zeros((1, 4, 32)))
