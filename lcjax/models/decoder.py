@@ -99,9 +99,10 @@ def _layer_output(block: nn.Module, x: jax.Array, inputs: LayerInputs) -> jax.Ar
     """
     c = block.config
     if c.layer_embedding is not None:
+        floats = c.replace(weights=None)  # these matrices are small
 
         def linear(name, inputs, outputs):
-            return Linear((inputs,), (outputs,), c, mesh=block.mesh, name=name)
+            return Linear((inputs,), (outputs,), floats, mesh=block.mesh, name=name)
 
         gate = linear("embedding_gate", c.width, c.layer_embedding)(x)
         y = ACTIVATIONS[c.activation](gate) * inputs.embedding

@@ -378,8 +378,6 @@ class ModelConfig:
             )
         sizes = {"width": self.width, "heads": self.num_heads * self.head_dim}
         sizes["mlp_width"] = self.expert_width
-        if self.layer_embedding is not None:
-            sizes["layer_embedding"] = self.layer_embedding
         if self.experts is not None and self.experts.shared_width is not None:
             sizes["experts.shared_width"] = self.experts.shared_width
         if self.mixer is not None:

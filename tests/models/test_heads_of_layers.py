@@ -20,6 +20,11 @@ from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
 from lcjax.models.experts import Experts
 from lcjax.models.lora import LoRA
+from lcjax.models.weight_storage import (
+    NF4Weights,
+    dequantise_params,
+    quantise_params,
+)
 from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
 from lcjax.rope import Default
 from lcjax.tree import flatten
@@ -200,6 +205,24 @@ def test_layers_keep_their_sizes_when_patterns_and_ropes_are_replaced():
         assert layer.rope == (CONFIG.rope if index % 2 else Default(theta=5.0))
     with pytest.raises(InputError, match="head_dim=10 of layer 0 does not fit the weights"):
         CONFIG.kinds_with((LayerKind(head_dim=10),))
+
+
+@pytest.mark.slow
+def test_matrices_of_all_sizes_may_be_codes():
+    storage = NF4Weights()
+    kinds = tuple(
+        dataclasses.replace(kind, head_dim=kind.head_dim and 32, mlp_width=kind.mlp_width and 192)
+        for kind in SHARED.layers
+    )
+    sizes = {"width": 64, "mlp_width": 128, "head_dim": 48, "num_kv_heads": 2, "layers": kinds}
+    config, tokens = SHARED.replace(**sizes, num_layers=4, scan_layers=False), text(8, 1, 20)
+    params = params_of(config)
+    stored = quantise_params(jax.tree.map(jnp.copy, params), storage)
+    created = random_params(config.replace(weights=storage), 0)
+    assert jax.tree.map(jnp.shape, stored) == jax.tree.map(jnp.shape, created)
+    actual = apply(config.replace(weights=storage), stored, tokens).hidden
+    rounded = dequantise_params(stored, storage, flatten(params))
+    assert_close(actual, apply(config, rounded, tokens).hidden)
 
 
 def test_layers_that_read_the_keys_of_others_hold_none_and_count_what_they_read():
