@@ -91,6 +91,7 @@ def architecture(file: Path) -> ModelConfig:
         "sharedllm_sft_llama3": "llama3-8b",
         "olmo3_7b": "olmo3-7b",
         "olmo3_32b": "olmo3-32b",
+        "gpt_oss_20b": "gpt-oss-20b",
         "qwen3_5": "qwen3.5-9b",
         "qwen3": "qwen3-8b",
         "qwen": "qwen2.5-7b",
@@ -355,6 +356,15 @@ def test_qwen_is_evaluated_with_yarn_and_dual_chunk_attention_alone_and_together
     assert dual == DualChunk(chunk=32_768, local=1024, train_length=32_768, growth="linear")
     both = methods["yarn_dual_chunk"]
     assert (both.rope, both.pattern) == (yarn, DualChunk(chunk=32_768, local=1024))
+
+
+def test_gpt_oss_is_trained_on_its_whole_window_with_frozen_codes():
+    recipe = read(ROOT / "configs" / "gpt_oss_20b_131k.yaml")
+    model = preset("gpt-oss-20b")
+    assert recipe.model.path == "openai/gpt-oss-20b" and recipe.model.rope is None
+    assert recipe.data.length == model.max_length == model.rope.factor * model.rope.original_length
+    assert recipe.model.weights.block == 64
+    assert {"gate", "up", "down"}.isdisjoint(recipe.train.lora.targets)
 
 
 def test_qwen_of_2026_is_evaluated_with_the_yarn_of_its_card():

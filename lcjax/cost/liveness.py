@@ -258,8 +258,10 @@ class _Program:
         inner._steps.append(_Step(fused=results[carries:]))
         # What every iteration reads whole is gathered before the loop, and its gradient is a sum
         # in memory. Other weights are stacks of layers, of which inner loops gather one at a time.
+        # What only the branches of other platforms use is left out.
         read = {id(array) for step in inner._steps for array in step.read}
-        whole = [x for x in arguments[:consts] if not x.is_weight or id(x) in read]
+        used = {id(array) for step in inner._steps for array in step.arrays}
+        whole = [x for x in arguments[:consts] if id(x) in (read if x.is_weight else used)]
         shapes = {x.aval.shape for x in whole}
         for array in whole:
             array.counted = False

@@ -108,6 +108,29 @@ def test_branches_of_other_platforms_are_not_counted():
     assert peak(by_platform, ARRAY)[0] < 1.1 and peak(by_platform, ARRAY, platform="cpu")[0] > 3
 
 
+def test_numbers_that_other_platforms_read_in_a_loop_are_not_counted():
+    """A gradient spreads the numbers of a table that TPUs select from, before the loop."""
+    codes = jax.ShapeDtypeStruct((3, N, N), jnp.uint8)
+
+    def selected(codes, table=tuple(range(16))):
+        half = len(table) // 2
+        if not half:
+            return jnp.float32(table[0])
+        low, high = (selected(codes, part) for part in (table[:half], table[half:]))
+        return jnp.where((codes & half).astype(bool), high, low)
+
+    def gradient(of_tpu):
+        def step(x, codes):
+            matrix = jax.lax.platform_dependent(codes, tpu=of_tpu, default=jnp.float32)
+            return jnp.tanh(x @ matrix), None
+
+        return jax.grad(lambda x, codes: jax.lax.scan(step, x, codes)[0].sum())
+
+    few = peak(gradient(lambda codes: 3 * codes.astype(jnp.float32)), ARRAY, codes, platform="gpu")
+    assert peak(gradient(selected), ARRAY, codes, platform="gpu") == few
+    assert peak(gradient(selected), ARRAY, codes) > few
+
+
 def test_a_cpu_computes_with_half_precision_as_float32():
     half = jax.ShapeDtypeStruct((N, N), jnp.bfloat16)
     sizes = [peak(lambda x: (x @ x) @ x, half, platform=x)[0] for x in ("tpu", "cpu")]
