@@ -179,7 +179,8 @@ def _unchecked(name: str, tokens: Tokens) -> str | None:
     if not BACKENDS[name].needs_check:
         return None
     largest = max(tokens.q.shape[-1], tokens.v.shape[-1])
-    return self_check().why_delta_rule_may_not_run(name, str(tokens.q.dtype), largest)
+    check, dtype = self_check(), str(tokens.q.dtype)
+    return check.why_refused(name, dtype, check.needed_by_delta_rule(dtype, largest))
 
 
 class Tokens(NamedTuple):

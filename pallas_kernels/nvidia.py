@@ -268,3 +268,20 @@ def delta_rule(size: int, dtype) -> Columns:
     if str(dtype) == "float32":
         return Columns(16, 4, 1)
     return Columns(32 if architecture() == "sm90" else 16, 4, 2)
+
+
+class Product(NamedTuple):
+    """Tile of a product: rows and columns of a result, the step of sums, warps and stages."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+def grouped(dtype) -> Product:
+    """Returns the tile of the kernels of products of groups of rows."""
+    if str(dtype) == "float32":
+        return Product(64, 64, 32, 4, 2)
+    return Product(128, 128, 64 if architecture() == "sm90" else 32, 8, 3)

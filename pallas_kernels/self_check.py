@@ -78,14 +78,14 @@ class Case(NamedTuple):
     slopes: bool = False  # adds a linear bias, whose gradient is compared too
     codes: str | None = None  # dtype of keys and values, whole numbers, as codes; no backward pass
     landmark: int = 0  # tokens of a block of `landmark_attention`; 0: the call is `flash`
-    delta_rule: bool = False  # the call is `gated_delta_rule`, of t tokens
+    call: str = "attention"  # or DELTA_RULE, GROUPED
 
 
 # Cases that calls with such an option need besides their kind. In the last one several query heads
 # share a key head and there are few programs, so dk and dv are computed for each query head.
 BIAS, CAP, GROUPS = "linear bias", "soft cap", "grouped heads"
 GRADIENTS = "dq", "dk", "dv", "d_slopes"
-DELTA_RULE = "gated delta rule, heads of {}"
+DELTA_RULE, GROUPED = "gated delta rule", "products of groups"
 
 
 @functools.cache
@@ -118,13 +118,14 @@ def cases(dtype: str) -> dict[str, Case]:
         BIAS: Case(300, 300, 64, causal(), slopes=True),
         CAP: Case(300, 300, 64, causal(), {"soft_cap": 5.0}),
         GROUPS: Case(1100, 1100, large, causal()),
-        DELTA_RULE.format(large): Case(300, 300, large, delta_rule=True),
+        f"{DELTA_RULE}, heads of {large}": Case(300, 300, large, call=DELTA_RULE),
+        GROUPED: Case(320, 320, large, call=GROUPED),
     }
     if dtype != "float32":
         by_kind["landmark, heads of 64"] = Case(300, 300, 64, landmark=64)
         by_kind["landmark, heads of 128"] = Case(300, 300, 128, landmark=64)
         by_kind["causal, heads of 256"] = Case(300, 300, 256, causal())
-        by_kind[DELTA_RULE.format(256)] = Case(300, 300, 256, delta_rule=True)
+        by_kind[f"{DELTA_RULE}, heads of 256"] = Case(300, 300, 256, call=DELTA_RULE)
     return by_kind
 
 
@@ -157,21 +158,21 @@ def may_run(name: str, direction: str, inputs, measured: bool = False) -> tuple[
     return _passed(name, dtype, cases_needed, (direction,), measured)
 
 
-def why_delta_rule_may_not_run(name: str, dtype: str, largest: int) -> str | None:
-    """Returns why a backend may not run a call of `gated_delta_rule`, or None; may start the check.
-
-    Args:
-      largest: the larger size of heads of keys and of values.
-    """
-    required = [needed_by_delta_rule(dtype, largest)]
-    can, why = _passed(name, dtype, required, ("forward", "backward"), False)
+def why_refused(name: str, dtype: str, case: str) -> str | None:
+    """Returns why a backend may not run calls like a case, or None; may start the check."""
+    can, why = _passed(name, dtype, [case], ("forward", "backward"), False)
     return None if can else why
 
 
 def needed_by_delta_rule(dtype: str, largest: int) -> str:
-    """Returns the case with the kernels of a call, which must be right (`nvidia.delta_rule`)."""
+    """Returns the case with the kernels of a call of `gated_delta_rule`, which must be right.
+
+    Args:
+      dtype: of queries, keys and values.
+      largest: the larger size of heads of keys and of values.
+    """
     sizes = (nvidia.LARGEST_EXACT,) if dtype == "float32" else (128, 256)
-    return DELTA_RULE.format(next((x for x in sizes if largest <= x), sizes[-1]))
+    return f"{DELTA_RULE}, heads of {next((x for x in sizes if largest <= x), sizes[-1])}"
 
 
 def _passed(name: str, dtype: str, required, directions, measured: bool) -> tuple[bool, str]:
@@ -540,7 +541,7 @@ def arrays(case: Case, dtype: str) -> tuple:
     q, k, v and d_out are rounded to `dtype`.
     """
     rng, heads, rows = np.random.default_rng(0), 4, 1
-    kv_heads = heads if case.delta_rule else heads // 2
+    kv_heads = heads // 2 if case.call == "attention" else heads
     q, k = (rows, case.t, heads, case.size), (rows, case.s, kv_heads, case.size)
     q, k, v, d_out = (
         rng.normal(size=x).astype(np.float32).astype(jnp.dtype(dtype)) for x in (q, k, k, q)
@@ -562,8 +563,9 @@ def program(case: Case, name: str, d_lse: bool | None):
     from pallas_kernels.landmark import landmark_attention
     from pallas_kernels.quantised import Scaled
 
-    if case.delta_rule:
-        return _delta_rule_program(name, with_gradients=d_lse is not None)
+    if case.call != "attention":
+        call = _delta_rule_program if case.call == DELTA_RULE else _grouped_program
+        return call(name, with_gradients=d_lse is not None)
 
     def attention(q, k, v, slopes):
         if case.landmark:
@@ -614,6 +616,37 @@ def _delta_rule_program(name: str, with_gradients: bool):
             return values
         gradients = pull((d_out, jnp.ones_like(state)))
         return values | dict(zip(GRADIENTS, gradients, strict=False))
+
+    return run
+
+
+def _grouped_program(name: str, with_gradients: bool):
+    """Returns a function that maps `arrays` to products of groups of rows, some of them empty."""
+    from pallas_kernels.dispatch import CannotRun
+    from pallas_kernels.grouped import TRITON
+
+    owners, block = np.repeat([0, 2, 3, 5], [9, 4, 6, 1]).astype(np.int32), 64  # 5 is no matrix
+    sizes = np.array([9, 0, 4, 6], np.int32) * block
+    if name not in ("triton", "reference"):
+        raise CannotRun("products of groups(): it has none; leave it out")
+
+    def reference(x, w):
+        blocks = jnp.einsum("BRI,BIO->BRO", x.reshape(-1, block, x.shape[1]), w[owners % 5 % 4])
+        return (blocks * (owners < 4)[:, None, None]).reshape(x.shape[0], -1)
+
+    def run(q, k, v, slopes, d_out, d_lse):
+        size = q.shape[-1]
+        x, dy = (x.reshape(-1, size)[: block * len(owners)] for x in (q, d_out))
+        w = k.reshape(-1, size)[: 4 * size].reshape(4, size, size)
+        if name == "reference":
+            y, pull = jax.vjp(reference, x, w)
+            dx, dw = pull(dy)
+        else:
+            kernels = TRITON.load()
+            y = kernels.products(x, w, owners, block=block)
+            dx = kernels.products(dy, w, owners, block=block, transpose=True)
+            dw = kernels.sums(x, dy, sizes, block=block)
+        return {"out": y} | ({"dq": dx, "dk": dw} if with_gradients else {})
 
     return run
 

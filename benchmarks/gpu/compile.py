@@ -47,6 +47,7 @@ from pallas_kernels import causal, prefix, window
 from pallas_kernels.backends.mosaic_gpu import attention as _mosaic_gpu
 from pallas_kernels.backends.triton import attention as _triton
 from pallas_kernels.backends.triton import delta_rule as _triton_delta_rule
+from pallas_kernels.backends.triton import grouped as _triton_grouped
 from pallas_kernels.backends.triton import landmark as _triton_landmark
 from pallas_kernels.biases import Alibi
 from pallas_kernels.dispatch import Operands, Spec
@@ -80,6 +81,8 @@ LANDMARKS = {  # batch, tokens, tokens of a block, query heads, key heads, trace
     "landmark_documents": (2, 4095, 51, 8, 2, True),
 }
 DELTA_RULE = 1, 4096, 32  # rows, tokens and heads of the call "delta_rule"
+EXPERTS = 16_384, 32, 128  # rows, matrices and rows of a block of the call "experts"
+EXPERT_KERNELS = "products", "transposed", "sums"
 KERNELS = ("forward", "d_queries", "d_keys")
 # First word of a row's name: the kernel's module, and its name in the program text.
 MODULES = {
@@ -95,6 +98,9 @@ DELTA_RULES = [("h200", 128, "bfloat16"), ("a100", 128, "bfloat16")]
 DELTA_RULE_OTHERS = [("l40s", 128, "bfloat16")]
 DELTA_RULE_OTHERS += [(gpu, 256, "bfloat16") for gpu in GPUS]
 DELTA_RULE_OTHERS += [(gpu, 64, "float32") for gpu in GPUS]
+# The size of matrices is that of gpt-oss.
+EXPERT_ROWS = [("h200", 2880, "bfloat16"), ("a100", 2880, "bfloat16")]
+EXPERT_OTHERS = [("l40s", 2880, "bfloat16"), *((gpu, 2880, "float32") for gpu in GPUS)]
 MOSAIC = [("h200", size, "bfloat16", x) for size in (64, 128) for x in ("causal", "documents")]
 MOSAIC += [("h200", 64, "bfloat16", "packed"), ("h200", 128, "bfloat16", "grouped")]
 OTHERS = [  # run by --all
@@ -191,6 +197,8 @@ def module_of(kernel: str, call: str):
     *word, kernel = kernel.split()
     if call == "delta_rule":
         return _triton_delta_rule, kernel, f"lcjax_delta_rule_{kernel}"
+    if call == "experts":
+        return _triton_grouped, kernel, f"lcjax_grouped_{kernel.replace('transposed', 'products')}"
     module, entry = LANDMARK if call in LANDMARKS else MODULES[" ".join(word)]
     return module, kernel, entry.format(kernel)
 
@@ -200,6 +208,8 @@ def traced(kernel: str, gpu: str, size: int, dtype: str, call: str):
     module, kernel, _ = module_of(kernel, call)
     if call == "delta_rule":
         return traced_delta_rule(module, kernel, gpu, size, dtype)
+    if call == "experts":
+        return traced_grouped(module, kernel, gpu, size, dtype)
     (q, k, v, out, lse), operands, spec = inputs(gpu, size, dtype, call)
     reason = module.unsupported(q, k, v, operands, spec)
     assert reason is None, reason
@@ -227,6 +237,20 @@ def traced_delta_rule(module, direction: str, gpu: str, size: int, dtype: str):
     if direction == "forward":
         return jax.jit(lambda *x: module.forward(*x, keep_states=True)).trace(*call, first)
     return jax.jit(lambda *x: module.backward(*x)).trace(*call, states, x, first)
+
+
+def traced_grouped(module, kernel: str, gpu: str, size: int, dtype: str):
+    """Traces products of groups of rows, with matrices of `size` rows and columns."""
+    array, (rows, count, block) = arrays_of(gpu, dtype), EXPERTS
+    x, w = array(rows, size), array(count, size, size)
+    reason = module.unsupported(x, w, block)
+    assert reason is None, reason
+    if kernel == "sums":
+        sizes = array(count, kind="int32")
+        return jax.jit(lambda *x: module.sums(*x, block=block)).trace(x, x, sizes)
+    options = {"block": block, "transpose": kernel == "transposed"}
+    owners = array(rows // block, kind="int32")
+    return jax.jit(lambda *x: module.products(*x, **options)).trace(x, w, owners)
 
 
 def compile_one(kernel: str, gpu: str, size: int, dtype: str, call: str) -> dict:
@@ -316,6 +340,8 @@ def rows(every: bool):
         yield from ((kernel, *row) for kernel in KERNELS[: 1 if row[-1] == "few" else 3])
     for row in DELTA_RULES + (DELTA_RULE_OTHERS if every else []):
         yield from ((kernel, *row, "delta_rule") for kernel in ("forward", "backward"))
+    for row in EXPERT_ROWS + (EXPERT_OTHERS if every else []):
+        yield from ((kernel, *row, "experts") for kernel in EXPERT_KERNELS)
     for row in MOSAIC + (MOSAIC_OTHERS if every else []):
         yield from ((f"mosaic {kernel}", *row) for kernel in KERNELS)
 

@@ -32,6 +32,7 @@ from lcjax.errors import InputError, Interval, OneOf, PositiveInt, Range, check_
 from lcjax.models.tiles import over_tiles, tile_size
 from lcjax.models.weight_storage import WeightStorage
 from lcjax.parallel.sharding import spec_of, spread_over, tokens_spec
+from pallas_kernels.grouped import gpu_kernels
 
 _FEW_ROWS = 16  # minimum rows of a block, unless there are fewer rows than experts
 _MANY_ROWS = 512  # maximum rows of a block: larger products are no faster, and need more padding
@@ -522,10 +523,10 @@ def grouped_matmul(
 ) -> Float[Array, "R O"]:
     """Multiplies each group of rows by the matrix of the group, as `jax.lax.ragged_dot` does.
 
-    On CPUs and GPUs, a loop multiplies one block at a time by the matrix of its group, because
-    XLA's CPU compiler lowers `ragged_dot` to the product of all rows with all matrices. Each matrix
-    is converted to the dtype of x when it is used. TPUs use `ragged_dot`, and a Pallas kernel for
-    the gradient of w.
+    On CPUs, a loop multiplies one block at a time by the matrix of its group, because XLA's CPU
+    compiler lowers `ragged_dot` to the product of all rows with all matrices. Each matrix is
+    converted to the dtype of x when it is used. TPUs use `ragged_dot`, and a Pallas kernel for the
+    gradient of w; NVIDIA GPUs kernels of `pallas_kernels.grouped`, or else the loop.
 
     Args:
       x: rows of group 0, then of group 1, and so on; rows after the last group give 0.
@@ -533,7 +534,7 @@ def grouped_matmul(
       sizes: rows of each group, multiples of `block`; some may be 0.
       block: rows that are multiplied at a time; divides R.
       traced_count: whether the groups may be far smaller than R, so that blocks are counted at run
-        time. A GPU then waits for the host after each block.
+        time. In the loop a GPU then waits for the host after each block.
       storage: how w is stored. Then it has no gradient, and the backward pass dequantises it again
         (as `lcjax.models.layers.stored_matmul`); None: as floats.
     """
@@ -560,13 +561,20 @@ _grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
 
 def _products(x, w, sizes, block, traced_count, *, transpose=False):
     """Returns x W for each group, or x W^T with `transpose`."""
-    return lax.platform_dependent(
-        *(x, w, sizes),
-        tpu=functools.partial(_ragged_products, transpose=transpose),
-        default=functools.partial(
+    branches = {
+        "tpu": functools.partial(_ragged_products, transpose=transpose),
+        "default": functools.partial(
             _block_products, block=block, traced_count=traced_count, transpose=transpose
         ),
-    )
+    }
+    if (kernels := gpu_kernels(x, w, block)) is not None:
+
+        def by_kernel(x, w, sizes):
+            owners = _owners(sizes, x.shape[0] // block, block)
+            return kernels.products(x, w, owners, block=block, transpose=transpose)
+
+        branches["cuda"] = by_kernel
+    return lax.platform_dependent(x, w, sizes, **branches)
 
 
 def _ragged_products(x, w, sizes, *, transpose):
@@ -610,12 +618,13 @@ def _matrix(w, index):
 
 def _sums_of_products(x, dy, sizes, block, traced_count):
     """Returns the float32 gradient [E, I, O] of the matrices."""
-    by_blocks = functools.partial(_block_sums, block=block, traced_count=traced_count)
-    # The kernel rounds float32 operands, and the rows of its tiles are a multiple of 128.
-    if block % 128 or x.dtype.itemsize > 2 or _tgmm() is None:
-        return by_blocks(x, dy, sizes)
-    kernel = functools.partial(_kernel_sums, block=block)
-    return lax.platform_dependent(x, dy, sizes, tpu=kernel, default=by_blocks)
+    branches = {"default": functools.partial(_block_sums, block=block, traced_count=traced_count)}
+    # The kernel for TPUs rounds float32, and the rows of its tiles are a multiple of 128.
+    if not block % 128 and x.dtype.itemsize <= 2 and _tgmm() is not None:
+        branches["tpu"] = functools.partial(_kernel_sums, block=block)
+    if (kernels := gpu_kernels(x, dy[None], block)) is not None:
+        branches["cuda"] = functools.partial(kernels.sums, block=block)
+    return lax.platform_dependent(x, dy, sizes, **branches)
 
 
 def _tgmm() -> Callable | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from lcjax.cost.compilers import devices
 from lcjax.errors import InputError
 from lcjax.models import Decoder, LayerKind, ModelConfig
 from lcjax.models import cache as cache_lib
+from lcjax.models import experts as experts_module
 from lcjax.models.decoder import random_params
 from lcjax.models.experts import (
     Biases,
@@ -37,6 +39,7 @@ from lcjax.rope import NoRotation
 from lcjax.rope.positions import PlainPositions
 from lcjax.training.objective import language_model
 from lcjax.training.step import accumulate
+from pallas_kernels.backends.triton import grouped as triton
 
 CONFIG = ModelConfig(
     *(64, 32, 48, 2, 4, 2, 8, 64),
@@ -108,6 +111,56 @@ def test_the_kernel_for_tpus_sums_the_products_of_groups(sizes):
     inputs = random(0, 512, 24), random(2, 512, 40), np.asarray(sizes, np.int32)
     got, want = sums_of_kernel_and_blocks(*inputs)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+def interpreted(*arrays):
+    options = {"interpret": True}
+    return types.SimpleNamespace(
+        products=functools.partial(triton.products, **options),
+        sums=functools.partial(triton.sums, **options),
+    )
+
+
+@pytest.mark.parametrize("sizes", [(16, 0, 32, 16), (0, 0, 0, 48), (0, 0, 0, 0)], ids=str)
+def test_the_kernels_for_gpus_multiply_each_group(sizes, monkeypatch):
+    """As a program for a GPU calls them, with rows behind the last group."""
+    x, w, dy = random(0, 80, 24), random(1, 4, 24, 40), random(2, 80, 40)
+
+    def results():
+        product = functools.partial(grouped_matmul, block=16)
+        y, pull = jax.vjp(lambda x, w: product(x, w, np.asarray(sizes, np.int32)), x, w)
+        return y, *pull(dy)
+
+    expected = results()
+    monkeypatch.setattr(experts_module, "gpu_kernels", interpreted)
+    monkeypatch.setattr(
+        jax.lax,
+        "platform_dependent",
+        lambda *x, default, cuda=None, tpu=None: (cuda or default)(*x),
+    )
+    for mine, theirs in zip(results(), expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+
+
+def test_a_program_for_a_gpu_has_kernels_in_place_of_loops():
+    array = jax.ShapeDtypeStruct
+    x, kernels = array((256, 64), "bfloat16"), [array((4, 64, 64), "bfloat16")] * 3
+    pairs = array((256, 2), "float32"), array((256, 2), "int32")
+
+    def gradient(x, weights, chosen, *kernels):
+        def total(x, weights, kernels):
+            return apply_experts(x, weights, chosen, Kernels(*kernels), SWIGLU).sum()
+
+        return jax.grad(total, (0, 1, 2))(x, weights, kernels)
+
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        traced = jax.jit(gradient).trace(x, *pairs, *kernels)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@__gpu$xla.gpu.triton" in line]
+    assert sum("lcjax_grouped_products" in line for line in calls) == 6
+    assert sum("lcjax_grouped_sums" in line for line in calls) == 3
+    assert "stablehlo.while" not in text
 
 
 @pytest.mark.slow

@@ -108,7 +108,8 @@ def test_kernels_that_did_not_pass_the_self_check_run_by_name_only(monkeypatch):
 def test_the_kernels_pass_the_self_check(dtype, monkeypatch):
     """Its limits of errors, and what it compares."""
     register_interpreted(monkeypatch, kernels, needs_gpu=True)
-    case = next(x for x in self_check.cases(dtype).values() if x.delta_rule)._replace(t=150, s=150)
+    case = next(x for x in self_check.cases(dtype).values() if x.call == self_check.DELTA_RULE)
+    case = case._replace(t=150, s=150)
     inputs = self_check.arrays(case, dtype)
     actual = jax.jit(self_check.program(case, "interpreted", True))(*inputs)
     actual = {name: np.asarray(x, np.float32) for name, x in actual.items()}
