@@ -287,6 +287,11 @@ class ModelConfig:
             source = self.kinds[number].keys_of
             if source is None:
                 continue
+            if self.position == "deberta":
+                raise InputError(
+                    "model.position=deberta projects its table with the keys of each layer, which"
+                    f" layer {index} has none of (keys_of={source}); take another position"
+                )
             layer, other = self.layer(index), self.layer(source) if source < index else None
             if other is None or other.keys_of is not None or other.mixer is not None:
                 raise InputError(
@@ -567,8 +572,9 @@ class ModelConfig:
 
     @property
     def has_several_rotations(self) -> bool:
-        """Whether some layers have other frequencies than those of the model's rope."""
-        return any(map(self._has_other_rotation, self.kinds))
+        """Whether some layers rotate otherwise than the model."""
+        fractions = {layer.rotary_fraction for layer, _ in self.layer_counts}
+        return fractions > {self.rotary_fraction} or any(map(self._has_other_rotation, self.kinds))
 
     def check_length(self, length: int) -> None:
         """Raises an InputError if `length` exceeds the rows of a table of learned positions."""

@@ -229,10 +229,12 @@ def _check_positions(config: ModelConfig, positions: Positions) -> None:
             f"{config.position} has none; leave it out"
         )
     ropes = {layer.rope for layer in config.layers if layer.rope is not None}
-    if ropes - {NoRotation()} and not positions.fits_any_rope:
+    channels = {layer.rotary_dim for layer, _ in config.layer_counts}
+    if (ropes - {NoRotation()} or len(channels) > 1) and not positions.fits_any_rope:
         raise InputError(
             f"train.positions.type={kind} chooses positions for model.rope, and some model.layers"
-            " have a rope of their own; leave out train.positions, or rope in model.layers"
+            " have a rope of their own, or other rotary channels; leave out train.positions, or"
+            " rope in model.layers"
         )
     if config.memory is not None and config.memory.is_prefix:
         raise InputError(

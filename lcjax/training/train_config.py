@@ -47,9 +47,9 @@ NAMED_RULES = {
     "lora": r"(^|/)lora_[ab]$",
     # Input embeddings, as in LongLoRA; with tied embeddings also the head. Paths of a retriever's
     # two encoders begin with their names.
-    "embeddings": r"^((query|passage)/)?(layer_)?embed/",
+    "embeddings": r"^((query|passage)/)?embed/",
     "head": r"^head/",
-    "norms": r"norm/(scale|bias)$",
+    "norms": r"norm/(scale|bias)$|(^|/)(output|expert)_scale$",  # also numbers of layers, experts
     "rope": r"^rope/",
     "encoder": r"^encoder/",
     "cross_attention": r"(^|/)memory/",

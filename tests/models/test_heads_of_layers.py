@@ -27,6 +27,9 @@ from lcjax.models.weight_storage import (
 )
 from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
 from lcjax.rope import Default
+from lcjax.rope.positions import E2Positions
+from lcjax.training.objective import language_model
+from lcjax.training.train_config import matcher
 from lcjax.tree import flatten
 
 CONFIG = preset("tiny").replace(
@@ -257,6 +260,20 @@ def test_layers_that_cannot_read_the_keys_of_others_raise_input_error(layers, wo
     with pytest.raises(InputError, match=words) as error:
         CONFIG.replace(num_layers=len(layers), layers=layers)
     assert "\n" not in str(error.value)
+
+
+def test_numbers_of_layers_and_experts_do_not_decay_and_train_with_norms():
+    is_norm = matcher(("norms",), "train.no_decay")
+    params = parameter_shapes(SHARED.replace(experts=EXPERTS))
+    assert {"layers_1/output_scale", "layers_1/mlp/expert_scale"} <= {*filter(is_norm, params)}
+    assert not is_norm("layer_embed/embedding")
+
+
+def test_positions_of_training_are_for_heads_of_one_size():
+    config = SHARED.replace(rotary_share="channels", rotary_fraction=1.0)
+    kinds = tuple(dataclasses.replace(kind, rope=None) for kind in config.layers)
+    with pytest.raises(InputError, match=r"type=e2_llm .* or other rotary channels; leave out"):
+        language_model(config.replace(layers=kinds), E2Positions())
 
 
 def test_embeddings_of_layers_need_token_ids():
