@@ -50,6 +50,8 @@ def _mixing(layer: ModelConfig) -> list[str]:
     heads = f"{layer.num_heads} heads over {layer.num_kv_heads} of {layer.head_dim}"
     is_rotated = layer.position == "rope"
     positions = layer.rope.describe() if is_rotated else f"{layer.position} positions"
+    if layer.rotates and layer.rotary_fraction < 1:
+        positions += f" of {layer.rotary_fraction:.3g} of the {layer.rotary_share}"
     return [heads, _described(layer.pattern), positions]
 
 

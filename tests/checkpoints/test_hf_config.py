@@ -356,6 +356,12 @@ def test_what_transformers_cannot_compute_is_not_exported(family, changes, words
         config_to_hf(tiny_config(family, **changes))
 
 
+def test_the_activation_has_the_name_that_the_family_publishes():
+    gemma = config_to_hf(config_from_hf(GEMMA4))
+    assert gemma["hidden_activation"] == "gelu_pytorch_tanh" and "hidden_act" not in gemma
+    assert config_to_hf(tiny_config("phi"))["hidden_act"] == "gelu_new"
+
+
 def test_a_llama_that_rotates_a_part_of_each_head_is_written_as_a_glm():
     config = tiny_config(rotary_fraction=0.5, head_dim=20)
     hf = config_to_hf(config)

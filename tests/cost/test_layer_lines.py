@@ -43,10 +43,11 @@ def test_the_bytes_of_all_lines_are_those_of_the_cache():
 
 
 def test_layers_with_heads_of_several_sizes_are_counted_one_by_one():
-    local = LayerKind(3, pattern=Sliding(16), head_dim=24, num_kv_heads=4)
+    local = LayerKind(3, pattern=Sliding(16), head_dim=24, num_kv_heads=4, rotary_fraction=0.25)
     config = preset("tiny").replace(num_layers=8, layers=(local, LayerKind(num_kv_heads=1)))
     first, second = layer_lines(config, 128)
     assert "4 heads over 4 of 24" in first and "cache of 16 of 128 tokens" in first
+    assert "rope default (theta=10000) of 0.25 of the channels; cache" in first
     assert "4 heads over 1 of 16" in second and "cache of 128 of 128 tokens" in second
     # Layers, keys and values, slots, heads, channels, bytes of float32
     sizes = 6 * 2 * 16 * 4 * 24 * 4, 2 * 2 * 128 * 1 * 16 * 4
