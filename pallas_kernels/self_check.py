@@ -643,6 +643,8 @@ def _grouped_program(name: str, with_gradients: bool):
             dx, dw = pull(dy)
         else:
             kernels = TRITON.load()
+            if (reason := kernels.unsupported(x, w, block)) is not None:
+                raise CannotRun(f"products of groups(): {reason}; leave it out")
             y = kernels.products(x, w, owners, block=block)
             dx = kernels.products(dy, w, owners, block=block, transpose=True)
             dw = kernels.sums(x, dy, sizes, block=block)

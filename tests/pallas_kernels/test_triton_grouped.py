@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import grouped, self_check
 from pallas_kernels.backends.triton import grouped as kernels
+from pallas_kernels.dispatch import CannotRun
 
 # Inputs, outputs, rows of a block, blocks of each group; one more block belongs to no group.
 CALLS = {
@@ -94,6 +95,7 @@ def test_kernels_run_on_gpus_where_they_passed_their_check(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_self_check_tells_right_kernels_from_wrong_ones(dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "unsupported", lambda *x: None)
     for name in ("products", "sums"):
         interpreted = getattr(kernels, name)
         monkeypatch.setattr(
@@ -107,3 +109,12 @@ def test_the_self_check_tells_right_kernels_from_wrong_ones(dtype, monkeypatch):
     assert actual.keys() == wanted.keys() == {"out", "dq", "dk"}
     assert self_check.compare(actual, wanted, dtype) == self_check.PASSED
     assert self_check.compare(actual | {"dk": 1.1 * actual["dk"]}, wanted, dtype) != "passed"
+
+
+def test_the_self_check_of_float16_finds_no_kernel():
+    check = self_check.cases("float16")[self_check.GROUPED]._replace(size=32)
+    inputs = self_check.arrays(check, "float16")
+    with described(), pytest.raises(CannotRun, match="rows of float16"):
+        self_check.program(check, "triton", True)(*inputs)
+    with pytest.raises(CannotRun, match="it has none"):
+        self_check.program(check, "cudnn", True)
