@@ -249,7 +249,7 @@ def landmark(kind: str, size: int, height: int, dtype) -> Tile | None:
     return Tile(rows, 1, warps, stages, reason)
 
 
-class Columns(NamedTuple):
+class StateTile(NamedTuple):
     """Columns of a state that a program of the delta rule holds, its warps and pipeline stages."""
 
     columns: int
@@ -257,20 +257,20 @@ class Columns(NamedTuple):
     stages: int
 
 
-def delta_rule(size: int, dtype) -> Columns:
+def delta_rule_tile(size: int, dtype) -> StateTile:
     """Returns the sizes of the kernels of the gated delta rule.
 
     Args:
       size: the larger head size, padded to a power of two.
     """
     if size > 128:
-        return Columns(16, 8, 1)
+        return StateTile(16, 8, 1)
     if str(dtype) == "float32":
-        return Columns(16, 4, 1)
-    return Columns(32 if architecture() == "sm90" else 16, 4, 2)
+        return StateTile(16, 4, 1)
+    return StateTile(32 if architecture() == "sm90" else 16, 4, 2)
 
 
-class Product(NamedTuple):
+class ProductTile(NamedTuple):
     """Tile of a product: rows and columns of a result, the step of sums, warps and stages."""
 
     rows: int
@@ -280,8 +280,8 @@ class Product(NamedTuple):
     stages: int
 
 
-def grouped(dtype) -> Product:
+def grouped_tile(dtype) -> ProductTile:
     """Returns the tile of the kernels of products of groups of rows."""
     if str(dtype) == "float32":
-        return Product(64, 64, 32, 4, 2)
-    return Product(128, 128, 64 if architecture() == "sm90" else 32, 8, 3)
+        return ProductTile(64, 64, 32, 4, 2)
+    return ProductTile(128, 128, 64 if architecture() == "sm90" else 32, 8, 3)

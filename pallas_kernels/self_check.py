@@ -119,7 +119,7 @@ def cases(dtype: str) -> dict[str, Case]:
         CAP: Case(300, 300, 64, causal(), {"soft_cap": 5.0}),
         GROUPS: Case(1100, 1100, large, causal()),
         f"{DELTA_RULE}, heads of {large}": Case(300, 300, large, call=DELTA_RULE),
-        GROUPED: Case(320, 320, large, call=GROUPED),
+        GROUPED: Case(230, 230, large, call=GROUPED),
     }
     if dtype != "float32":
         by_kind["landmark, heads of 64"] = Case(300, 300, 64, landmark=64)
@@ -236,9 +236,9 @@ def _results(folder: Path, items: tuple) -> dict | str:
     outcomes = _read(file_of(folder, check), check)
     if outcomes is None and jax.process_count() > 1:
         log.warning(
-            "attention runs as XLA's: kernels for %s were not checked on %s, and a job of several "
-            "processes starts no check; run `%s` on every machine, or once with %s in a folder "
-            "that they share",
+            "XLA takes the place of kernels: those for %s were not checked on %s, and a job of "
+            "several processes starts no check; run `%s` on every machine, or once with %s in a "
+            "folder that they share",
             check["dtype"], check["device"], COMMAND, timings.VARIABLE,
         )  # fmt: skip
         return f"{LOGGED}it is not started in a job of several processes"
@@ -247,7 +247,7 @@ def _results(folder: Path, items: tuple) -> dict | str:
             outcomes = _read(file_of(folder, check), check) or run(check, folder, limit())
     if bad := failures(outcomes):
         log.warning(
-            "the self-check of attention kernels for %s on %s failed, and these are not used: %s; "
+            "the self-check of kernels for %s on %s failed, and these are not used: %s; "
             "`%s` runs it again",
             check["dtype"], check["device"], bad, COMMAND,
         )  # fmt: skip
@@ -339,11 +339,11 @@ def _machine_lock(folder: Path):
 
 def run(of: dict, folder: Path, seconds: float) -> dict:
     """Checks the backends of this GPU in child processes; writes and returns the results."""
-    log.info("checking attention kernels for %s on %s, once", of["dtype"], of["device"])
+    log.info("checking kernels for %s on %s, once", of["dtype"], of["device"])
     results = check_in_children(nvidia.order(), of["dtype"], seconds)
     content, file = {"key": of, "seconds": seconds, "results": results}, file_of(folder, of)
     if OUT_OF_MEMORY in json.dumps(results):
-        log.warning("the GPU has too little free memory for the self-check of attention kernels")
+        log.warning("the GPU has too little free memory for the self-check of kernels")
         return results
     part = file.with_suffix(f".{os.getpid()}")
     try:
@@ -351,7 +351,7 @@ def run(of: dict, folder: Path, seconds: float) -> dict:
         part.write_text(json.dumps(content, indent=1) + "\n")
         part.replace(file)
     except OSError as error:
-        log.warning("the self-check of attention kernels cannot be kept: %s", error)
+        log.warning("the self-check of kernels cannot be kept: %s", error)
     return results
 
 
@@ -625,29 +625,37 @@ def _grouped_program(name: str, with_gradients: bool):
     from pallas_kernels.dispatch import CannotRun
     from pallas_kernels.grouped import TRITON
 
-    owners, block = np.repeat([0, 2, 3, 5], [9, 4, 6, 1]).astype(np.int32), 64  # 5 is no matrix
-    sizes = np.array([9, 0, 4, 6], np.int32) * block
     if name not in ("triton", "reference"):
         raise CannotRun("products of groups(): it has none; leave it out")
+    groups = np.array([2, 0, 1, 3])  # blocks of each matrix; one more block has none
 
-    def reference(x, w):
-        blocks = jnp.einsum("BRI,BIO->BRO", x.reshape(-1, block, x.shape[1]), w[owners % 5 % 4])
-        return (blocks * (owners < 4)[:, None, None]).reshape(x.shape[0], -1)
+    def reference(x, w, block):
+        owners = np.repeat(np.arange(4), groups)
+        blocks = jnp.einsum("BRI,BIO->BRO", x[:-block].reshape(-1, block, x.shape[1]), w[owners])
+        return jnp.pad(blocks.reshape(-1, w.shape[2]), [(0, block), (0, 0)])
+
+    def of_block(block, x, w, dy):
+        if name == "reference":
+            y, pull = jax.vjp(functools.partial(reference, block=block), x, w)
+            return y, *pull(dy)
+        kernels = TRITON.load()
+        if (reason := kernels.unsupported(x, w, block)) is not None:
+            raise CannotRun(f"products of groups(): {reason}; leave it out")
+        owners = np.repeat(np.arange(5), [*groups, 1]).astype(np.int32)
+        y = kernels.products(x, w, owners, block=block)
+        dx = kernels.products(dy, w, owners, block=block, transpose=True)
+        return y, dx, kernels.sums(x, dy, (groups * block).astype(np.int32), block=block)
 
     def run(q, k, v, slopes, d_out, d_lse):
         size = q.shape[-1]
-        x, dy = (x.reshape(-1, size)[: block * len(owners)] for x in (q, d_out))
+        columns, rows = size - size // 4, (groups.sum() + 1) * 128
+        x, dy = (x.reshape(-1, size)[:rows] for x in (q, d_out))
         w = k.reshape(-1, size)[: 4 * size].reshape(4, size, size)
-        if name == "reference":
-            y, pull = jax.vjp(reference, x, w)
-            dx, dw = pull(dy)
-        else:
-            kernels = TRITON.load()
-            if (reason := kernels.unsupported(x, w, block)) is not None:
-                raise CannotRun(f"products of groups(): {reason}; leave it out")
-            y = kernels.products(x, w, owners, block=block)
-            dx = kernels.products(dy, w, owners, block=block, transpose=True)
-            dw = kernels.sums(x, dy, sizes, block=block)
+        # Whole tiles, and parts of tiles of blocks of the fewest rows
+        whole = of_block(128, x, w, dy)
+        few = groups.sum() * 16 + 16
+        part = of_block(16, x[:few], w[:, :, :columns], dy[:few, :columns])
+        y, dx, dw = (jnp.concatenate([a.ravel(), b.ravel()]) for a, b in zip(whole, part))
         return {"out": y} | ({"dq": dx, "dk": dw} if with_gradients else {})
 
     return run

@@ -28,7 +28,7 @@ def test_decays_of_channels_equal_the_recurrence_in_float64(kind, is_packed, mon
 @pytest.mark.slow
 def test_several_groups_with_columns_of_several_programs_equal_the_recurrence(monkeypatch):
     monkeypatch.setattr(kernels, "GROUP", 128)
-    monkeypatch.setattr(nvidia, "delta_rule", lambda *sizes: nvidia.Columns(4, 4, 1))
+    monkeypatch.setattr(nvidia, "delta_rule_tile", lambda *sizes: nvidia.StateTile(4, 4, 1))
     register_interpreted(monkeypatch, kernels, needs_gpu=True)
     actual = both(by_kernels(), inputs(t=300), F32)
     assert_agree(actual, oracle("random", False, False, 300))

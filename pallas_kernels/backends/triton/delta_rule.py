@@ -186,7 +186,7 @@ def _launch(kernel, matrices: list, columns: list, outputs: list, interpret) -> 
       outputs: shapes like those of `columns`, with their dtypes.
     """
     batch, heads, channels, size = columns[-1].shape
-    sizes = nvidia.delta_rule(max(channels, size), matrices[0].dtype)
+    sizes = nvidia.delta_rule_tile(max(channels, size), matrices[0].dtype)
     width = min(sizes.columns, size)
 
     def block(shape, has_columns: bool):

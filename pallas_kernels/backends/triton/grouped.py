@@ -47,7 +47,7 @@ def products(x, w, owners, *, block: int, transpose: bool = False, interpret=Fal
     """
     (count, *sizes), rows = w.shape, x.shape[0]
     inner, columns = reversed(sizes) if transpose else sizes
-    tile = nvidia.grouped(x.dtype)
+    tile = nvidia.grouped_tile(x.dtype)
     tile = tile._replace(rows=min(tile.rows, block))
     whole = pl.BlockSpec(x.shape, lambda j, i: (0, 0))
     kernel = functools.partial(
@@ -80,7 +80,7 @@ def sums(x, dy, sizes, *, block: int, interpret=False):
       block: rows of a block, a power of two.
     """
     (rows, inner), columns, count = x.shape, dy.shape[1], sizes.shape[0]
-    tile = nvidia.grouped(x.dtype)
+    tile = nvidia.grouped_tile(x.dtype)
     step = min(tile.inner, block)
     ends = jnp.cumsum(sizes).astype(jnp.int32)
     side = tile.columns

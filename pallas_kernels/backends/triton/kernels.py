@@ -116,7 +116,10 @@ def dot(spec: KernelSpec, a, b, axis: int, of: int = 1):
 
 
 def product(a, b, axis: int, of: int, interpret):
-    """The same; `interpret` is whether the kernel is interpreted."""
+    """Returns a times b, over axis `of` of a and `axis` of b, in float32.
+
+    `interpret` is whether the kernel is interpreted, where TF32 does not exist.
+    """
     precision = None
     if a.dtype == F32:  # three TF32 products on tensor cores are almost as exact as float32
         precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
