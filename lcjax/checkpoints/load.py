@@ -41,6 +41,7 @@ from lcjax.checkpoints.weights import (
     text_weights,
     with_base_prefix,
     with_published_names,
+    without_unread_keys,
 )
 from lcjax.errors import InputError
 from lcjax.files import FolderSums
@@ -213,6 +214,7 @@ def _open(path: Path, allow_pickle: bool) -> tuple[WeightSource, ModelConfig, To
         source = text_weights(source)
     source = dequantised(source, hf.get("quantization_config"))
     source = with_published_names(with_base_prefix(source, config), config)
+    source = without_unread_keys(source, config)
     source, config = as_stored(source, config)
     if stated_dtype(text_model(hf)) is None:
         config = config.replace(

@@ -487,7 +487,7 @@ def _ignorable(name: str, is_tied: bool) -> bool:
     return name.endswith(tables) or name.startswith("mtp.") or is_copy
 
 
-def _without_unread_keys(source: WeightSource, config: ModelConfig) -> WeightSource:
+def without_unread_keys(source: WeightSource, config: ModelConfig) -> WeightSource:
     """Returns the tensors but projections of keys in layers that read the keys of others.
 
     Published checkpoints have them, and transformers leaves them out.
@@ -525,7 +525,7 @@ def read_params(
         holds NaN or infinity.
     """
     table = hf_names.entries(config)
-    source = resolve_names(_without_unread_keys(source, config), table)
+    source = resolve_names(source, table)
     check_tensors(source, table, is_tied=config.tie_embeddings)
     leaves = []
     for entry in table:  # an encoder's layers are equal, and stay stacked

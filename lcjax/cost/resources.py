@@ -434,7 +434,7 @@ def _stacked_bytes(config: ModelConfig, weights: Mapping[str, int]) -> int:
         if match := _SEPARATE.match(path):
             layers[int(match[1])][match[2]] = leaf
             sizes[int(match[1])] += weights[path]
-    groups = layer_groups.group_layers(layers, config.kind_by_layer)
+    groups = layer_groups.group_layers(layers, layer_groups.layer_kinds(config))
     return sum(sizes[index] for scanned, _ in groups if len(scanned) > 1 for index in scanned)
 
 

@@ -319,9 +319,8 @@ class Decoder(nn.Module):
             )(c.layer(0), self.mesh, self.reads[0])
         else:
             block = _block(c, scanned=False)
-            sources = {x for index, x in enumerate(c.key_sources) if x != index}
             self.layers = [
-                block(c.layer(index), self.mesh, reads, index in sources)
+                block(c.layer(index), self.mesh, reads, index in c.shared_layers)
                 for index, reads in enumerate(self.reads)
             ]
         if memory is not None:
@@ -486,9 +485,7 @@ class Decoder(nn.Module):
         weights = [block.variables["params"] for block in blocks]
         groups = layer_groups.one_group_per_layer(c.num_layers)
         if c.scan_layers and all(layer is None for layer in layers):
-            kinds = [(kind, block.reads, block.shares)
-                     for kind, block in zip(c.kind_by_layer, blocks, strict=True)]  # fmt: skip
-            groups = layer_groups.group_layers(weights, kinds)
+            groups = layer_groups.group_layers(weights, layer_groups.layer_kinds(c))
 
         @functools.cache
         def jitted(block):  # so that equal layers are traced once
@@ -502,7 +499,7 @@ class Decoder(nn.Module):
             if rest:
                 module, group = _block(c, scanned=True), slice(first, rest[-1] + 1)
                 modules = [
-                    module(block.config, self.mesh, block.reads, parent=None)
+                    module(block.config, self.mesh, block.reads, block.shares, parent=None)
                     for block in blocks[first : first + period]
                 ]
                 inputs = [inputs_of(index)[0] for index in range(first, rest[-1] + 1)]

@@ -59,6 +59,21 @@ def group_layers(layers: Sequence[dict], kinds: Sequence[Hashable]) -> list[Grou
     return _group(list(map(kind, range(len(layers)))))
 
 
+def layer_kinds(config: ModelConfig) -> list[Hashable]:
+    """Returns the kind of each layer, which `group_layers` compares.
+
+    A layer whose keys and values others read is a kind of its own, so that no scan computes it
+    together with a layer that reads them.
+    """
+    memory, count = config.memory, config.num_layers
+    reads = (False,) * count if memory is None else memory.reader_layers(count)
+    sources = config.shared_layers
+    return [
+        (kind, reads_it, index if index in sources else None)
+        for index, (kind, reads_it) in enumerate(zip(config.kind_by_layer, reads, strict=True))
+    ]
+
+
 def _group(kinds: list) -> list[Group]:
     """Groups the first layers with the period that covers most of them, then those after them."""
     groups, start = [], 0

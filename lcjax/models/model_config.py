@@ -34,11 +34,11 @@ RotaryFraction = Annotated[float, Interval(above=0, most=1)]
 
 
 # Fields of `LayerKind` in place of those of the model
-_OF_ATTENTION = (
+_ATTENTION_FIELDS = (
     *("pattern", "rope", "head_dim", "num_kv_heads", "rotary_fraction", "values_from_keys"),
     "keys_of",
 )
-_OF_KINDS = (*_OF_ATTENTION, "mixer", "norm_place", "mlp_width")
+_LAYER_FIELDS = (*_ATTENTION_FIELDS, "mixer", "norm_place", "mlp_width")
 MAX_LAYERS = 2_000  # the deepest published transformer has 1,000 (DeepNet, arXiv 2203.00555)
 
 
@@ -64,14 +64,14 @@ class LayerKind:
     def __post_init__(self):
         check_choices("layers", self)
         check_fields("layers", self)
-        if self.mixer is not None and any(getattr(self, x) is not None for x in _OF_ATTENTION):
+        if self.mixer is not None and any(getattr(self, x) is not None for x in _ATTENTION_FIELDS):
             raise InputError(
                 "model.layers: an entry with a mixer has no attention, which"
-                f" {', '.join(_OF_ATTENTION)} are for; leave them out of it, or leave mixer out"
+                f" {', '.join(_ATTENTION_FIELDS)} are for; leave them out of it, or leave mixer out"
             )
 
 
-_UNSTATED = LayerKind()
+_DEFAULT_KIND = LayerKind()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,6 +292,11 @@ class ModelConfig:
                     "model.position=deberta projects its table with the keys of each layer, which"
                     f" layer {index} has none of (keys_of={source}); take another position"
                 )
+            if self.qk_norm == "rotated":
+                raise InputError(
+                    "model.qk_norm=rotated multiplies queries by the scales of keys, which layer"
+                    f" {index} has none of (keys_of={source}); take another qk_norm"
+                )
             layer, other = self.layer(index), self.layer(source) if source < index else None
             if other is None or other.keys_of is not None or other.mixer is not None:
                 raise InputError(
@@ -442,7 +447,7 @@ class ModelConfig:
 
     def of_kind(self, kind: LayerKind) -> "ModelConfig":
         """Returns a config in which all layers are of `kind`."""
-        stated = {name: getattr(kind, name) for name in _OF_KINDS}
+        stated = {name: getattr(kind, name) for name in _LAYER_FIELDS}
         chosen = {name: value for name, value in stated.items() if value is not None}
         experts = None if kind.dense else self.experts
         return self.replace(**chosen, experts=experts, layers=())
@@ -462,6 +467,11 @@ class ModelConfig:
         sources = (self.kinds[kind].keys_of for kind in self.kind_by_layer)
         return tuple(i if source is None else source for i, source in enumerate(sources))
 
+    @functools.cached_property
+    def shared_layers(self) -> frozenset[int]:
+        """The numbers of the layers whose keys and values other layers read."""
+        return frozenset(x for index, x in enumerate(self.key_sources) if x != index)
+
     def kinds_with(self, layers: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
         """Returns kinds of layers with the patterns and ropes of `layers`.
 
@@ -474,10 +484,10 @@ class ModelConfig:
         other, kinds = self.replace(layers=layers), []
         for index, number in enumerate(other.kind_by_layer):
             new, old = other.kinds[number], self.kinds[self.kind_by_layer[index]]
-            names = {*_OF_KINDS, "dense"} - {"pattern", "rope"}
+            names = {*_LAYER_FIELDS, "dense"} - {"pattern", "rope"}
             parts = {name: getattr(old, name) for name in sorted(names)}
             for name, part in parts.items():
-                if getattr(new, name) not in (getattr(_UNSTATED, name), part):
+                if getattr(new, name) not in (getattr(_DEFAULT_KIND, name), part):
                     raise InputError(
                         f"model.layers: {name}={getattr(new, name)} of layer {index} does not fit"
                         f" the weights of this model, whose layer has {name}={part}; leave {name}"
@@ -574,7 +584,7 @@ class ModelConfig:
     def has_several_rotations(self) -> bool:
         """Whether some layers rotate otherwise than the model."""
         fractions = {layer.rotary_fraction for layer, _ in self.layer_counts}
-        return fractions > {self.rotary_fraction} or any(map(self._has_other_rotation, self.kinds))
+        return fractions != {self.rotary_fraction} or any(map(self._has_other_rotation, self.kinds))
 
     def check_length(self, length: int) -> None:
         """Raises an InputError if `length` exceeds the rows of a table of learned positions."""

@@ -45,7 +45,7 @@ _HIDDEN = 16
 # is also split over `context`, and over `expert` if no other array axis is: devices along these
 # axes need the same weights at the same time.
 _RULES = (
-    (r"embed/embedding", ("tensor", "fsdp")),
+    (r"(layer_)?embed/embedding", ("tensor", "fsdp")),
     (r"layer_embed/projection", ("fsdp", "tensor")),
     (r"embedding_gate/kernel", ("fsdp", None)),
     (r"embedding_out/kernel", (None, "fsdp")),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapter_support import low_rank, write_peft
 from convert_support import assert_same
 from family_models import MODELS, SIZES, STATE_DICTS, hf_model, saved
 from safetensors import safe_open
@@ -223,7 +224,8 @@ def test_the_loss_of_a_mixture_and_its_gradient_are_those_of_transformers(tmp_pa
     np.testing.assert_allclose(nll / total, parts["ce"], rtol=1e-5)
 
 
-def test_projections_of_keys_that_no_layer_reads_are_left_out(tmp_path):
+@pytest.mark.parametrize("folder", ["hf", "adapters"])
+def test_projections_of_keys_that_no_layer_reads_are_left_out(tmp_path, folder):
     """Published Gemma 4 E2B has them in layers that read the keys of others."""
     from safetensors.torch import load_file, save_file
 
@@ -231,14 +233,16 @@ def test_projections_of_keys_that_no_layer_reads_are_left_out(tmp_path):
     model = hf_model("gemma4, keys of other layers")
     model.save_pretrained(tmp_path / "hf")
     ByteTokenizer().save(tmp_path / "hf")
-    expected, _, _ = load(tmp_path / "hf")
     tensors = load_file(tmp_path / "hf/model.safetensors")
+    if folder == "adapters":
+        write_peft(tmp_path / folder, low_rank(tensors, ("q_proj", "k_proj")), tmp_path / "hf")
+    expected, _, _ = load(tmp_path / folder)
     for layer in (4, 5, 6, 7):
         name = f"model.layers.{layer}.self_attn"
         tensors |= {f"{name}.{x}_proj.weight": torch.zeros(2, 2) for x in "kv"}
         tensors[f"{name}.k_norm.weight"] = torch.zeros(2)
     save_file(tensors, tmp_path / "hf/model.safetensors", {"format": "pt"})
-    assert_same(load(tmp_path / "hf")[0], expected)
+    assert_same(load(tmp_path / folder)[0], expected)
 
 
 @pytest.mark.slow_except("gemma4, mixture")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from tiny_lm import ids, sharp_decoder, text
 
 from lcjax import Sampling
@@ -25,7 +26,7 @@ from lcjax.models.weight_storage import (
     dequantise_params,
     quantise_params,
 )
-from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
+from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings, spec_of
 from lcjax.rope import Default
 from lcjax.rope.positions import E2Positions
 from lcjax.training.objective import language_model
@@ -274,6 +275,41 @@ def test_positions_of_training_are_for_heads_of_one_size():
     kinds = tuple(dataclasses.replace(kind, rope=None) for kind in config.layers)
     with pytest.raises(InputError, match=r"type=e2_llm .* or other rotary channels; leave out"):
         language_model(config.replace(layers=kinds), E2Positions())
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [(None, None, 0, 1), (None, 0, None, 0, 2)],
+    ids=["equal sources", "a source after a reader"],
+)
+def test_scans_leave_out_layers_whose_keys_are_read(sources):
+    """Equal layers, and layers that repeat, would be scanned with a layer that reads them."""
+    layers = tuple(LayerKind(keys_of=source) for source in sources)
+    config = preset("tiny").replace(num_layers=len(layers), layers=layers, width=32, mlp_width=40)
+    params, tokens = params_of(config), text(3, 2, 11)
+    hidden = apply(config, params, tokens).hidden
+    assert_close(hidden, apply(config.replace(scan_layers=False), params, tokens).hidden)
+
+
+def test_layers_that_read_the_keys_of_others_have_no_norm_of_rotated_keys():
+    layers = (LayerKind(), LayerKind(keys_of=0))
+    with pytest.raises(InputError, match="qk_norm=rotated .* layer 1 .*; take another qk_norm"):
+        preset("tiny").replace(layers=layers, qk_norm="rotated")
+
+
+def test_layers_that_all_rotate_another_share_need_the_rotations_of_the_config():
+    config = CONFIG.replace(num_layers=2, layers=(LayerKind(rotary_fraction=1.0),))
+    assert config.has_several_rotations
+    assert not config.replace(layers=(LayerKind(rotary_fraction=0.5),)).has_several_rotations
+    plain = config.replace(layers=()).rotation(7)
+    with pytest.raises(InputError, match="give model.config.rotation"):
+        apply(config, params_of(config), text(3, 1, 7), rotation=plain)
+
+
+def test_tables_of_embeddings_are_sharded_alike():
+    mesh = make_mesh(Mesh(fsdp=4, tensor=2))
+    embed, layers = (spec_of(f"{x}/embedding", (256, 64), mesh) for x in ("embed", "layer_embed"))
+    assert layers == embed == PartitionSpec("tensor", "fsdp")
 
 
 def test_embeddings_of_layers_need_token_ids():
