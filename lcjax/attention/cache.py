@@ -333,9 +333,10 @@ class LayerCache(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class NoSlots(LayerCache):
-    """The cache of a layer without slots for tokens, such as one that reads those of another."""
+    """The cache of a layer that reads the slots of another layer, and so loses no token itself."""
 
-    keeps_all: ClassVar[bool] = False
+    keeps_all: ClassVar[bool] = True
+    holds_keys_only: ClassVar[bool] = True
     continues: ClassVar[bool] = True
 
     def fit(self, length, chunk):
@@ -363,7 +364,10 @@ class NoSlots(LayerCache):
         return self, arrays, slots
 
     def attend(self, arrays, q, k, v, pattern, view, metadata):
-        raise TypeError("a layer without slots attends to no tokens")
+        raise TypeError(
+            f"{type(self).__name__} has no slots to attend to: a layer with keys_of attends with"
+            " the cache of the layer that it reads, and a layer with a mixer does not attend"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

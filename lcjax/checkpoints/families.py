@@ -263,7 +263,7 @@ _GRANITE_KEYS = (
     ),
     *(_ATTENTION_BIAS, _MLP_BIAS),
 )
-_GEMMA4 = {
+_GEMMA4_FAMILY = {
     "fixed": {
         "activation": "gelu_tanh",
         "norm_place": "both",
@@ -451,10 +451,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma4_text": Family(
         "Gemma4ForCausalLM",
-        **_GEMMA4
+        **_GEMMA4_FAMILY
         | {
             "keys": (
-                *_GEMMA4["keys"],
+                *_GEMMA4_FAMILY["keys"],
                 Key(
                     *("hidden_size_per_layer_input", ("layer_embedding",), 256),
                     read=lambda width: width or None,
@@ -489,7 +489,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma4_unified_text": Family(
         "Gemma4UnifiedForCausalLM",
-        **_GEMMA4,
+        **_GEMMA4_FAMILY,
         window=1_024,
         defaults={"num_key_value_heads": 4},
         only=_GEMMA4_ONLY,

@@ -49,7 +49,7 @@ _DUAL_CHUNK_TYPES = ("qwen2", "qwen3")  # model types whose vLLM classes read it
 # transformers' defaults for keys that `text_config` omits (the published Gemma 3 4B omits most).
 # With several types, `text_config` must state its own. Embeddings are tied if the whole model says
 # so, or with a default here if the text part does.
-_GEMMA4 = {
+_GEMMA4_DEFAULTS = {
     "vocab_size": 262_144,
     "hidden_size": 2_304,
     "intermediate_size": 9_216,
@@ -72,8 +72,10 @@ WRAPPERS: dict[str, dict[str, dict[str, Any]]] = {
             "max_position_embeddings": 131_072,
         },
     },
-    "gemma4": {"gemma4_text": _GEMMA4 | {"max_position_embeddings": 131_072}},
-    "gemma4_unified": {"gemma4_unified_text": _GEMMA4 | {"max_position_embeddings": 262_144}},
+    "gemma4": {"gemma4_text": _GEMMA4_DEFAULTS | {"max_position_embeddings": 131_072}},
+    "gemma4_unified": {
+        "gemma4_unified_text": _GEMMA4_DEFAULTS | {"max_position_embeddings": 262_144}
+    },
     "llama4": {
         "llama4_text": {
             "vocab_size": 202_048,

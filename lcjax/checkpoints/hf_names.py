@@ -49,7 +49,7 @@ _DECODER = (
     ),
     (
         *("model.per_layer_model_projection.weight", "X,D"),
-        *("layer_embed/projection", "DX", "layer_embedding"),
+        *("layer_embed/projection/kernel", "DX", "layer_embedding"),
     ),
     (
         *("model.per_layer_projection_norm.weight", "Z"),

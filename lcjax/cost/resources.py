@@ -53,7 +53,8 @@ class Cost:
     """Counts for one model at one length; FLOPs are per token, averaged over the sequence."""
 
     parameters: int
-    active_parameters: int  # used for one token: of a mixture, `top_k` experts
+    # Used for one token: of a mixture, `top_k` experts; of a table of `layer_embedding`, a row
+    active_parameters: int
     trained_parameters: int
     parameter_bytes: int
     matmul_flops: float  # forward, through weight matrices, the head included
@@ -199,6 +200,8 @@ def _row_bytes(arrays: Mapping[str, jax.ShapeDtypeStruct], tensor: int = 1) -> i
 def _active(config: ModelConfig, path: str, size: int) -> int:
     """Returns how many of the `size` numbers of the parameter at `path` are used for one token."""
     experts = config.experts
+    if path == "layer_embed/embedding":
+        return size // config.vocab_size
     return size * experts.top_k // experts.count if is_expert(path) else size
 
 
@@ -479,7 +482,8 @@ def generation_memory(
         shape = cache_lib.layer_shape(config.layer(number))
         arrays = kind.arrays(shape, -(-slots // kind.parts))
         cache += local_rows * _row_bytes(arrays, sizes["tensor"])
-    activations = math.ceil(size * tokens * (channels + 3 * config.width))
+    embeddings = config.num_layers * (config.layer_embedding or 0)
+    activations = math.ceil(size * tokens * (channels + 3 * config.width + embeddings))
     logits = 4 * local_rows * config.vocab_size
     if platform == "cpu":
         activations *= _CPU_BUFFERS

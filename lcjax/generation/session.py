@@ -563,6 +563,7 @@ def can_continue_prefix(config: ModelConfig) -> bool:
     no part in the choice.
     """
     kinds = cache_lib.layer_caches(config)
+    kinds = [kinds[source] for source in config.key_sources]
     if not config.evicts:
         return config.is_position_based and all(kind.continues for kind in kinds)
     if config.cache.chunk is not None:

@@ -288,12 +288,12 @@ def layer_cache(config: "ModelConfig", rotated: bool | None = None) -> LayerCach
     """
     if config.mixer is not None:
         return StateCache(config.mixer)
-    if config.keys_of is not None:
-        return NoSlots()
     pattern = config.pattern.for_inference()
     rotated = not pattern.moves_keys if rotated is None else rotated
     kind = pattern.layer_cache
-    if config.cache is not None:
+    if config.keys_of is not None:
+        kind = NoSlots()
+    elif config.cache is not None:
         kind = config.cache.layer_cache(pattern, config.attention_soft_cap)
     return dataclasses.replace(kind, rotated=rotated)
 
@@ -634,7 +634,8 @@ def write_packed(cache: Cache, key_values: Any) -> Cache:
         return jax.lax.dynamic_update_slice(slots, new, (0,) * slots.ndim)
 
     def layer(arrays, pair):
-        return {name: write(arrays[name], new) for name, new in zip(("keys", "values"), pair)}
+        pairs = zip(("keys", "values"), pair)  # a layer with `keys_of` holds neither
+        return {name: write(arrays[name], new) for name, new in pairs if name in arrays}
 
     if cache.is_stacked:
         return replace_layers(cache, layer(cache.layers, key_values))

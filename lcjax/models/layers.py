@@ -66,8 +66,8 @@ class LayerOutput(NamedTuple):
     # [B, S, K, H] each, of the tokens that `CollectKeyValues` selects
     key_values: tuple[jax.Array, jax.Array] | None = None
     load: Load | None = None  # of the experts, over the tokens of `CollectLoad`
-    # [B, T, K, H] each, neither rotated: of all tokens, for layers that read them
-    shared: tuple[jax.Array, jax.Array] | None = None
+    # Keys, not rotated, and values of all tokens, for layers that read them
+    shared: tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]] | None = None
 
 
 class LayerInputs(NamedTuple):
@@ -86,9 +86,9 @@ class LayerInputs(NamedTuple):
     collect: CollectKeyValues | CollectLoad | None = None
     # int32 [B, R] if the last R tokens are beacons: the number of window tokens each beacon sees
     beacons: jax.Array | None = None
-    # [B, T, K, H] each: keys and values of another layer, of a layer with `keys_of`
-    shared: tuple[jax.Array, jax.Array] | None = None
-    embedding: jax.Array | None = None  # [B, T, P], of the layer (`LayerEmbeddings`)
+    # Keys, not rotated, and values of another layer, of a layer with `keys_of`
+    shared: tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]] | None = None
+    embedding: Float[Array, "B T P"] | None = None  # of the layer (`LayerEmbeddings`)
 
     def attention_metadata(
         self,
@@ -327,7 +327,7 @@ class Projections(nn.Module):
         self,
         x: Float[Array, "B T D"],
         rotation: Rotation | None = None,
-        shared: tuple[jax.Array, jax.Array] | None = None,
+        shared: tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]] | None = None,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Returns queries, keys and values of hidden states, normed but not rotated.
 
@@ -713,9 +713,9 @@ class LayerEmbeddings(nn.Module):
         table = self.param("embedding", normal, (c.vocab_size, math.prod(sizes)), dtype)
         rows = look_up(table, tokens, c.compute_dtype(), mesh)
         rows = rows * jnp.asarray(math.sqrt(c.layer_embedding), rows.dtype)
-        spread = nn.initializers.normal(c.width**-0.5)
-        kernel = self.param("projection", spread, (c.width, math.prod(sizes)), dtype)
-        projected = multiply(matmul(x, kernel.astype(x.dtype)), c.width**-0.5)
+        shape, floats = ((c.width,), (math.prod(sizes),)), c.replace(weights=None)
+        projected = Linear(*shape, floats, mesh=self.mesh, name="projection")(x)
+        projected = multiply(projected, c.width**-0.5)
         projected = Norm(c, sizes[1:], name="norm")(projected.reshape(*x.shape[:2], *sizes))
         return multiply(projected + rows.reshape(projected.shape), 2**-0.5)
 

@@ -7,7 +7,7 @@ fixed size, so its cache does not grow with the text.
 import abc
 import dataclasses
 import math
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import draccus
 import jax
@@ -122,6 +122,9 @@ class GatedDeltaNet(Mixer):
 @dataclasses.dataclass(frozen=True)
 class StateCache(NoSlots):
     """The state of a mixer: of fixed size, whatever number of tokens it has read."""
+
+    keeps_all: ClassVar[bool] = False
+    holds_keys_only: ClassVar[bool] = False
 
     mixer: Mixer
 

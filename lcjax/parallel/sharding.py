@@ -46,7 +46,7 @@ _HIDDEN = 16
 # axes need the same weights at the same time.
 _RULES = (
     (r"(layer_)?embed/embedding", ("tensor", "fsdp")),
-    (r"layer_embed/projection", ("fsdp", "tensor")),
+    (r"layer_embed/projection/kernel", ("fsdp", "tensor")),
     (r"embedding_gate/kernel", ("fsdp", None)),
     (r"embedding_out/kernel", (None, "fsdp")),
     (r"position/embedding", (None, "fsdp")),

@@ -46,7 +46,8 @@ NAMED_RULES = {
     "all": r"",
     "lora": r"(^|/)lora_[ab]$",
     # Input embeddings, as in LongLoRA; with tied embeddings also the head. Paths of a retriever's
-    # two encoders begin with their names.
+    # two encoders begin with their names. Not the second table of a model with `layer_embedding`,
+    # which PEFT does not train as embed_tokens either.
     "embeddings": r"^((query|passage)/)?embed/",
     "head": r"^head/",
     "norms": r"norm/(scale|bias)$|(^|/)(output|expert)_scale$",  # also numbers of layers, experts

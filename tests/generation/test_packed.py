@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from tiny_lm import ids, sharp_lm
+from tiny_lm import ids, sharp_decoder, sharp_lm
 
 from lcjax.attention import Causal, SelfExtend
 from lcjax.checkpoints.build import ModelSection
 from lcjax.generation import scoring, session
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
+from lcjax.models import LayerKind, preset
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope import DynamicNTK
 
@@ -95,6 +96,22 @@ def test_prompts_are_gone_on_from_as_from_rows_of_their_own(pattern, exact, monk
     assert len(packed) == 1
     monkeypatch.setattr(session, "can_pack", lambda *args: False)
     assert found == written()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [Causal(), pytest.param(SelfExtend(group=4, window=32), marks=pytest.mark.slow)],
+    ids=["rotated", "unrotated"],
+)
+def test_layers_that_read_the_keys_of_others_read_packed_prompts(pattern, monkeypatch):
+    layers = (LayerKind(), LayerKind(keys_of=0))
+    lm = sharp_decoder(preset("tiny").replace(layers=layers, pattern=pattern))
+    packed = spied(monkeypatch, session, "read_packed")
+    prompts, sampling = [ids(n, length) for n, length in enumerate(LENGTHS)], Sampling(6, 6)
+    texts = lm.generate(prompts, sampling)
+    assert len(packed) == 1
+    monkeypatch.setattr(session, "can_pack", lambda *args: False)
+    assert texts == lm.generate(prompts, sampling)
 
 
 def test_a_prompt_alone_and_rows_that_are_turned_differently_are_read_as_they_lie(monkeypatch):

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from tiny_lm import ids, sharper
+from tiny_lm import ids, sharp_decoder, sharper
 
 from lcjax.attention import (
     Causal,
@@ -26,6 +26,7 @@ from lcjax.generation.shared_prefix import (
     group_by_prefix,
     read_prefix,
 )
+from lcjax.models import LayerKind, preset
 from lcjax.parallel.sharding import Mesh
 from lcjax.rope import Default, DynamicNTK
 
@@ -102,6 +103,17 @@ def test_batches_read_common_prefixes_once_with_equal_answers(lm, pattern, read)
     reader.generate([TEXT[:224] + ids(seed, 100) for seed in (5, 6, 7)], WRITE)
     assert read == [(1, 16)] * 2 + [(3, 128)]
     assert_same(reader, lm, [TEXT[:224] + ids(seed, 100) for seed in (5, 6, 7)])
+
+
+def test_layers_that_read_the_keys_of_others_share_a_whole_prefix():
+    lm = sharp_decoder(preset("tiny").replace(layers=(LayerKind(), LayerKind(keys_of=0))))
+    prefix = read_prefix(lm, TEXT[:64])
+    assert prefix.is_whole and session.can_share_prefix(lm.config)
+    prompts = [TEXT[:64] + ids(2, 9), TEXT[:64] + ids(3, 30)]
+    options = OPTIONS[:2]
+    together, alone = (lm.continuations(prompts, options, prefix=x) for x in (prefix, None))
+    for (score,), (expected,) in zip(together, alone, strict=True):
+        np.testing.assert_allclose(score.nll, expected.nll, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from tiny_lm import ids, sharp_decoder, text
 from lcjax import Sampling
 from lcjax.attention import Sliding
 from lcjax.attention.policies import SnapKV
-from lcjax.cost import cache_bytes, generation_memory, layer_lines
+from lcjax.cost import cache_bytes, estimate, generation_memory, layer_lines
 from lcjax.cost.resources import attention_flops, parameter_shapes, read_cache_bytes
 from lcjax.errors import InputError
 from lcjax.models import Decoder, LayerKind, preset
@@ -268,6 +268,8 @@ def test_numbers_of_layers_and_experts_do_not_decay_and_train_with_norms():
     params = parameter_shapes(SHARED.replace(experts=EXPERTS))
     assert {"layers_1/output_scale", "layers_1/mlp/expert_scale"} <= {*filter(is_norm, params)}
     assert not is_norm("layer_embed/embedding")
+    embeddings = matcher(("embeddings",), "train.trainable")
+    assert [*filter(embeddings, params)] == ["embed/embedding"]
 
 
 def test_positions_of_training_are_for_heads_of_one_size():
@@ -289,6 +291,23 @@ def test_scans_leave_out_layers_whose_keys_are_read(sources):
     params, tokens = params_of(config), text(3, 2, 11)
     hidden = apply(config, params, tokens).hidden
     assert_close(hidden, apply(config.replace(scan_layers=False), params, tokens).hidden)
+
+
+def test_embeddings_of_layers_cost_a_row_and_a_product():
+    plain = SHARED.replace(layer_embedding=None)
+    costs, without = estimate(SHARED, 90), estimate(plain, 90)
+    # The projection of all layers, and two matrices of each layer
+    matrices = 32 * 60 + 6 * 2 * 32 * 10
+    assert costs.matmul_flops - without.matmul_flops == 2 * matrices
+    norms, row = 10 + 6 * 32, 60
+    assert costs.active_parameters - without.active_parameters == matrices + norms + row
+    assert costs.parameters - without.parameters == matrices + norms + 259 * 60
+    most, least = (generation_memory(c, 90, 3, Mesh(fsdp=1), chunk=7) for c in (SHARED, plain))
+    assert most.activations - least.activations == 3 * 7 * 60 * 4
+    mesh = make_mesh(Mesh(fsdp=4, tensor=2))
+    assert spec_of("layer_embed/projection/kernel", (32, 64), mesh) == PartitionSpec(
+        "fsdp", "tensor"
+    )
 
 
 def test_layers_that_read_the_keys_of_others_have_no_norm_of_rotated_keys():
