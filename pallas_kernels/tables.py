@@ -261,6 +261,10 @@ def block_bounds(index, segments, length: int, block: int, is_padded: bool = Fal
         xp = namespace(x)
         x = xp.asarray(x).reshape(-1, length)
         x = xp.pad(x, [(0, 0), (0, count * block - length)], mode="edge")
+        if xp is jnp:
+            # Without this, XLA for TPUs (libtpu 0.0.42) makes the array flat before the reshape, for
+            # which it then has no code, in 8 rows of a window's keys and the tokens after them.
+            x = lax.optimization_barrier(x)
         return x.reshape(-1, count, block)
 
     if index is None:

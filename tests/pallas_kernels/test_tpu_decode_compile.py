@@ -18,11 +18,14 @@ from test_tpu_compile import (  # noqa: F401 (_environment is a fixture)
     place,
 )
 
-from lcjax.attention import Exact, Fp8, Int8, KeepAll
-from lcjax.generation.session import _step_in_place
+from lcjax.attention import Exact, Fp8, Int8, KeepAll, Sliding
+from lcjax.cost import compilers
+from lcjax.cost.chips import Topology
+from lcjax.generation.session import _step_in_place, lower_read
 from lcjax.models import Decoder
 from lcjax.models.cache import abstract_cache
 from lcjax.models.model_config import PRESETS
+from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.rope import Rotation
 from pallas_kernels import (
     Alibi,
@@ -196,3 +199,13 @@ def test_a_cache_that_is_read_in_another_order_would_be_found():
     (keys,) = arrays("v5e", (1, 4, 32768, 128))
     compiled = jax.jit(reads).trace(keys).lower(lowering_platforms=("tpu",)).compile()
     assert made(compiled, 4 * 32768 * 128)
+
+
+@pytest.mark.parametrize(("rows", "window"), [(8, 1024), (16, 100)])
+def test_prompts_under_a_window_are_read_in_any_number_of_rows(rows, window):
+    """The keys of the cache and of the chunk are not as many as a power of two."""
+    topology = Topology.parse("v5e:1x1")
+    config = PRESETS["smollm2-135m"].replace(num_layers=2, pattern=Sliding(window=window))
+    config = config.replace(dtype="bfloat16", param_dtype="bfloat16")
+    mesh = make_mesh(Mesh(fsdp=1), compilers.devices(topology))
+    assert lower_read(config, mesh, rows, 32_768, 4_096).compile()
