@@ -262,8 +262,8 @@ def block_bounds(index, segments, length: int, block: int, is_padded: bool = Fal
         x = xp.asarray(x).reshape(-1, length)
         x = xp.pad(x, [(0, 0), (0, count * block - length)], mode="edge")
         if xp is jnp:
-            # Without this, XLA for TPUs (libtpu 0.0.42) makes the array flat before the reshape, for
-            # which it then has no code, in 8 rows of a window's keys and the tokens after them.
+            # Without this, XLA for TPUs (libtpu 0.0.42) flattens the array and has no code for the
+            # reshape after that, in 8 rows of a window's keys and the tokens after them.
             x = lax.optimization_barrier(x)
         return x.reshape(-1, count, block)
 
