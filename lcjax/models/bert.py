@@ -18,7 +18,7 @@ from lcjax.errors import INT32_MAX, InputError, check_integer, check_one_of
 from lcjax.models.layers import MLP, Linear, Norm, Projections, look_up
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import TensorRow
-from lcjax.models.model_config import MAX_LAYERS
+from lcjax.models.model_config import MAX_LAYERS, ModelConfig
 from lcjax.parallel.sharding import attention_layout, keep_tokens
 from pallas_kernels import flash
 
@@ -42,6 +42,13 @@ _SIZES = (
     ("num_token_types", "type_vocab_size", 2),
 )
 
+# What the layers of a decoder have only if its config says so
+_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.default is not dataclasses.MISSING
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig:
@@ -61,18 +68,18 @@ class BertConfig:
     param_dtype: str = "float32"
     lora: LoRA | None = None
 
-    # Fields that `lcjax.models.layers` reads; the same for every BERT.
+    # Fields that `lcjax.models.layers` reads; the same for every BERT. Those that are not stated
+    # have the default of `ModelConfig` (`__getattr__`).
     norm: ClassVar[str] = "layer"
-    norm_bias: ClassVar[bool] = True
-    norm_plus_one: ClassVar[bool] = False
-    qk_norm: ClassVar[str] = "none"
-    attention_scale: ClassVar[float | None] = None
-    attention_gate: ClassVar[bool] = False
     gated_mlp: ClassVar[bool] = False
     qkv_bias: ClassVar[bool] = True
     out_bias: ClassVar[bool] = True
     mlp_bias: ClassVar[bool] = True
-    weights: ClassVar[None] = None  # not stored as codes
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DEFAULTS:
+            return _DEFAULTS[name]
+        raise AttributeError(f"BertConfig has no field {name!r}")
 
     @property
     def num_kv_heads(self) -> int:

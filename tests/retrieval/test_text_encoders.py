@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import pickle
 import shutil
 import string
 import warnings
@@ -195,6 +196,15 @@ def test_hidden_states_of_random_models_equal_transformers(sizes, tmp_path):
     # Tokens after the visible ones see these as well, in both.
     np.testing.assert_allclose(hidden, expected.last_hidden_state.numpy(), atol=1e-5)
     np.testing.assert_allclose(pooler, expected.pooler_output.numpy(), atol=1e-5)
+
+
+def test_a_config_has_what_shared_modules_read_of_decoders():
+    config = BertConfig(40, 16, 32, 2, 4, 64)
+    assert config.keys_of is None and config.qk_norm == "none" and not config.value_norm
+    assert config.qkv_bias and config.norm == "layer"
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(AttributeError, match="BertConfig has no field 'keys'"):
+        _ = config.keys
 
 
 def test_initial_parameters_have_the_paths_of_the_table_of_names():
