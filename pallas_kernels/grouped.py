@@ -6,6 +6,7 @@ if the inputs allow it and it passed the check of this GPU (`pallas_kernels.self
 
 from types import ModuleType
 
+from pallas_kernels import nvidia
 from pallas_kernels.dispatch import Backend, self_check
 
 TRITON = Backend("pallas_kernels.backends.triton.grouped", ("cuda",), needs_check=True)
@@ -22,12 +23,9 @@ def gpu_kernels(x, w, block: int) -> ModuleType | None:
     Returns:
       The module, or None if it cannot run the inputs or may not.
     """
-    module = TRITON.load()
+    if nvidia.architecture() is None:
+        return None
+    module, check = TRITON.load(), self_check()
     if module.unsupported(x, w, block) is not None:
         return None
-    return module if _is_right(str(x.dtype)) else None
-
-
-def _is_right(dtype: str) -> bool:
-    check = self_check()
-    return check.why_refused("triton", dtype, check.GROUPED) is None
+    return module if check.why_refused("triton", str(x.dtype), check.GROUPED) is None else None

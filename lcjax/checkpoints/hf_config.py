@@ -12,12 +12,12 @@ from lcjax.checkpoints.families import (
     LINEAR,
     SLIDING,
     Family,
-    family_of,
     shared_keys,
     unrotated,
     windows,
 )
 from lcjax.checkpoints.hf_files import FAMILY_TYPES, check_types, stated
+from lcjax.checkpoints.nearest_family import family_of
 from lcjax.checkpoints.quantised_weights import METHODS, method_of
 from lcjax.errors import InputError, is_finite_number
 from lcjax.models.experts import Experts

@@ -28,7 +28,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lcjax.checkpoints.families import FAMILIES, Family, family_of
+from lcjax.checkpoints.families import FAMILIES, Family
+from lcjax.checkpoints.nearest_family import family_of
 from lcjax.models.memory import Memory, TensorRow
 from lcjax.models.model_config import ModelConfig
 

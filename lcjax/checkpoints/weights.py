@@ -20,7 +20,8 @@ import ml_dtypes
 import numpy as np
 
 from lcjax.checkpoints import hf_names
-from lcjax.checkpoints.families import FAMILIES, family_of
+from lcjax.checkpoints.families import FAMILIES
+from lcjax.checkpoints.nearest_family import family_of
 from lcjax.errors import InputError
 from lcjax.models.model_config import ModelConfig
 from lcjax.models.weight_storage import WeightStorage, is_stored, kernel_shapes, quantise_kernel

@@ -15,15 +15,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lcjax.errors import INT32_MAX, InputError, check_integer, check_one_of
-from lcjax.models.layers import MLP, Linear, Norm, Projections, look_up
+from lcjax.models.layers import Linear, Norm, Projections, look_up
 from lcjax.models.lora import LoRA
 from lcjax.models.memory import TensorRow
+from lcjax.models.mlp import MLP
 from lcjax.models.model_config import MAX_LAYERS, ModelConfig
 from lcjax.parallel.sharding import attention_layout, keep_tokens
 from pallas_kernels import flash
 
 MODEL_TYPES = ("bert", "dpr")  # `model_type` of config.json
-# `hidden_act` of config.json, and the activation of `lcjax.models.layers.MLP`.
+# `hidden_act` of config.json, and the activation of `lcjax.models.mlp.MLP`.
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",

@@ -20,9 +20,7 @@ from lcjax.models.encoder import MaskedHead
 from lcjax.models.experts import Load
 from lcjax.models.gated_delta_net import GatedDeltaNetLayer
 from lcjax.models.layers import (
-    ACTIVATIONS,
     DEBERTA_SPAN,
-    MLP,
     Attention,
     CollectKeyValues,
     CollectLoad,
@@ -32,13 +30,13 @@ from lcjax.models.layers import (
     LayerOutput,
     Linear,
     Norm,
-    SparseMLP,
     look_up,
     multiply,
 )
 from lcjax.models.loss import Projection
 from lcjax.models.memory import EncodedContext, check_memory
 from lcjax.models.mixer import GatedDeltaNet
+from lcjax.models.mlp import ACTIVATIONS, MLP, SparseMLP
 from lcjax.models.model_config import ModelConfig
 from lcjax.parallel.device_memory import check_fits, host_shardings
 from lcjax.parallel.sharding import LENGTH, device_mesh, keep_tokens, param_shardings

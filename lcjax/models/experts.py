@@ -6,7 +6,7 @@ with s_e = p_e, or p_e over their sum (Shazeer et al. 2017, arXiv 1701.06538; Mi
 2024, arXiv 2401.04088, sec. 2.1; OLMoE, Muennighoff et al. 2024, arXiv 2409.02060, sec. 2). Llama 4
 has sigmoids for p and multiplies inputs, MLP_e(s_e x). All tokens also pass a shared expert if the
 model has one (DeepSeekMoE, Dai et al. 2024, arXiv 2401.06066, sec. 3.2), which is a plain MLP
-(`lcjax.models.layers.SparseMLP`). Gemma 4 has norms around the branches of the shared expert and of
+(`lcjax.models.mlp.SparseMLP`). Gemma 4 has norms around the branches of the shared expert and of
 the others, and a learned factor of each s_e.
 
 No token is dropped. The (token, expert) pairs are sorted by expert into groups of rows, each of

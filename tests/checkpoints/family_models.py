@@ -22,6 +22,13 @@ SIZES = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 GEMMA4 = {"hidden_size_per_layer_input": 0, "sliding_window": 7}
+GEMMA4_OF_TWO_HEADS = GEMMA4 | {
+    "num_hidden_layers": 6,
+    "head_dim": 20,
+    "global_head_dim": 24,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
 # Model type, and keys of its config; a head of 20 channels is not the width over the heads.
 MODELS = {
     "llama": ("llama", {"head_dim": 20, "attention_bias": True, "mlp_bias": True}),
@@ -138,13 +145,8 @@ MODELS = {
     ),
     "gemma4": (
         "gemma4_text",
-        GEMMA4
+        GEMMA4_OF_TWO_HEADS
         | {
-            "num_hidden_layers": 6,
-            "head_dim": 20,
-            "global_head_dim": 24,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
             "final_logit_softcapping": 3.0,
         },
     ),
@@ -198,13 +200,8 @@ MODELS = {
     ),
     "gemma4, mixture": (
         "gemma4_text",
-        GEMMA4
+        GEMMA4_OF_TWO_HEADS
         | {
-            "num_hidden_layers": 6,
-            "head_dim": 20,
-            "global_head_dim": 24,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
             "enable_moe_block": True,
             "num_experts": 5,
             "top_k_experts": 3,
