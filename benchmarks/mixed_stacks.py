@@ -98,7 +98,8 @@ def measure(name: str, topology: str, program: str) -> dict:
 def estimate(name: str, topology: str, program: str) -> tuple[float, float, float]:
     """Returns bytes on a device, those beside weights, state and cache, and FLOPs of products.
 
-    FLOPs are those of all devices, without attention, whose kernels compilers do not count.
+    FLOPs are those of all devices with what `model.remat: full` computes again, and without what
+    kernels compute, which compilers do not count: attention, and experts on TPUs.
     """
     from lcjax.cost import generation_memory, resources, roofline
     from lcjax.training import compile_only
@@ -107,17 +108,25 @@ def estimate(name: str, topology: str, program: str) -> tuple[float, float, floa
     model, run, shape, rows = _program(name, topology, program)
     length, platform = LENGTHS[program.split()[0]], PLATFORMS[topology.partition(":")[0]]
     per_key = 4 * model.num_heads * model.head_dim * model.num_layers
+    by_kernels = 0
+    if model.experts is not None and platform == "tpu":
+        by_kernels = 6 * model.experts.top_k * model.width * model.expert_width * model.num_layers
     if program.startswith("train"):
         memory = training.training_memory(run, model, shape, platform)
-        attention = 3 * rows * length * per_key * resources.visible_keys(model, length)
-        flops = compile_only.step_flops(run, model) - attention
+        by_kernels += per_key * resources.visible_keys(model, length)
+        flops, passes = compile_only.step_flops(run, model), 3
+        if program == "train full":
+            head = 2 * model.width * model.vocab_size
+            flops += rows * length * (training.flops(run, model).forward_flops - head)
+            passes += 1
+        flops -= passes * rows * length * by_kernels
         return memory.total, memory.gradients + memory.activations, flops
     tokens = TOKENS[program]
     memory = generation_memory(model, length, rows, shape, chunk=tokens, platform=platform)
     flops = roofline.inference_work(model, rows, length, tokens, shape).flops
     flops *= math.prod(shape.shape.values())
-    attention = rows * tokens * per_key * resources.visible_keys(model, length, tokens)
-    return memory.total, memory.activations, flops - attention
+    by_kernels += per_key * resources.visible_keys(model, length, tokens)
+    return memory.total, memory.activations, flops - rows * tokens * by_kernels
 
 
 def _share(part: float, whole: float) -> str:
@@ -138,11 +147,11 @@ def table() -> str:
         cells = name, f"{place} {axes}".strip(), program
         cells += f"{result['peak'] / 1e9:.2f}", f"{total / 1e9:.2f}", _share(total, result["peak"])
         cells += f"{result['temporaries'] / 1e9:.2f}", f"{held / 1e9:.2f}"
-        if result["products"]:
+        if result["products"] and program != "decode":
             cells += f"{result['products'] / 1e12:.4g}", f"{flops / 1e12:.4g}"
             cells += (_share(flops, result["products"]),)
-        else:
-            cells += "", f"{flops / 1e12:.4g}", ""
+        else:  # products of one token are rounded up to tiles
+            cells += "", "", ""
         lines.append(cells)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -18,7 +18,7 @@ order in which a device adds numbers.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -384,10 +384,8 @@ def apply_experts(
     with jax.named_scope("experts"):
         hidden = hidden_units(product(rows, "gate"), product(rows, "up"))
         out = product(hidden, "down")
-    out = _take_rows(out, groups.places.reshape(-1), groups.pair[:, None])
-    out = out.reshape(*chosen.shape, -1).astype(jnp.float32)
-    inside = (chosen >= 0) & (chosen < count)
-    return (out * jnp.where(inside, weights, 0)[..., None]).sum(1)
+    places = groups.token, groups.pair, groups.places
+    return _combine_rows(out, weights.astype(jnp.float32), places)
 
 
 class Groups(NamedTuple):
@@ -477,7 +475,7 @@ def _add_bias(y: Float[Array, "R O"], bias: Float[Array, "E O"], groups: Groups)
 def _take_rows(
     x: Float[Array, "M D"], index: Int[Array, "R"], places: Int[Array, "M k"]
 ) -> Float[Array, "R D"]:
-    """Returns the rows x[index]; 0 for an index of M.
+    """Returns the rows x[index]; any row for an index of M, since a fill would copy the result.
 
     Args:
       x: the rows.
@@ -485,7 +483,7 @@ def _take_rows(
       places: the rows of the result that copy each row of x; R: none. The gradient gathers these
         rows. JAX's own rule would scatter and add, in an order that is not deterministic on GPUs.
     """
-    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+    return jnp.take(x, index, axis=0, mode="clip")
 
 
 def _take_rows_forward(x, index, places):
@@ -493,11 +491,64 @@ def _take_rows_forward(x, index, places):
 
 
 def _take_rows_backward(places, dy):
-    rows = jnp.take(dy, places, axis=0, mode="fill", fill_value=0)
-    return rows.astype(jnp.float32).sum(1).astype(dy.dtype), None, None
+    return _sum_rows(dy, places).astype(dy.dtype), None, None
 
 
 _take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+
+
+@jax.custom_vjp
+def _combine_rows(
+    rows: Float[Array, "R D"],
+    weights: Float[Array, "M k"],
+    places: tuple[Int[Array, "R"], Int[Array, "R"], Int[Array, "M k"]],
+) -> Float[Array, "M D"]:
+    """Returns the float32 sum of the rows of each token's pairs, times the weights of pairs.
+
+    Args:
+      rows: a row for each pair, grouped.
+      weights: those of the pairs.
+      places: `token`, `pair` and `places` of `Groups`.
+    """
+    return _sum_rows(rows, places[2], weights)
+
+
+def _combine_rows_forward(rows, weights, places):
+    return _combine_rows(rows, weights, places), (rows, weights, places)
+
+
+def _combine_rows_backward(saved, dy):
+    rows, weights, (token, pair, places) = saved
+    of_rows = jnp.take(weights.reshape(-1), pair, mode="fill", fill_value=0)[:, None]
+    of_rows *= jnp.take(dy.astype(rows.dtype), token, axis=0, mode="clip")
+    of_weights = [(dy * row).sum(-1) for row in _rows_of_tokens(rows, places)]
+    return of_rows.astype(rows.dtype), jnp.stack(of_weights, 1), None
+
+
+_combine_rows.defvjp(_combine_rows_forward, _combine_rows_backward)
+
+
+def _sum_rows(
+    rows: Float[Array, "R D"],
+    places: Int[Array, "M k"],
+    weights: Float[Array, "M k"] | None = None,
+) -> Float[Array, "M D"]:
+    """Returns the float32 sum of the rows at k places, times their weights; R: no row."""
+    total = jnp.zeros((len(places), rows.shape[1]), jnp.float32)
+    for number, row in enumerate(_rows_of_tokens(rows, places)):
+        total += row if weights is None else row * weights[:, number, None]
+    return total
+
+
+def _rows_of_tokens(rows: jax.Array, places: jax.Array) -> Iterator[Float[Array, "M D"]]:
+    """Yields the rows at the first, second, ... place of each token in float32; R: zeros.
+
+    One after the other, so that no float32 array of all k rows of a token exists. TPUs would also
+    pad its axis of k.
+    """
+    for place in places.T:
+        row = jnp.take(rows, place, axis=0, mode="clip").astype(jnp.float32)
+        yield jnp.where((place < len(rows))[:, None], row, 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
