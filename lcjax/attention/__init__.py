@@ -62,6 +62,7 @@ from lcjax.attention.self_extend import SelfExtend
 from lcjax.attention.sparse_transformer import SparseTransformer
 from lcjax.attention.streaming import Streaming
 from lcjax.attention.vertical_slash import VerticalSlash
+from lcjax.attention.xattention import XAttention
 
 __all__ = [
     "H2O", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AdaptiveOriginal", "AttentionMetadata",
@@ -74,5 +75,5 @@ __all__ = [
     "PyramidOriginal", "QFilter", "Quest", "Random", "ReRoPE", "Seen", "SelfExtend",
     "ShiftedSparse", "SimLayerKV", "Sliding", "SnapKV", "SparseTransformer", "Storage", "Streaming",
     "StreamingCache", "ThinK", "Threshold", "Tova", "TransformerXL", "TurboQuant", "VerticalSlash",
-    "order_indices",
+    "XAttention", "order_indices",
 ]  # fmt: skip

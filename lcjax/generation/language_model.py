@@ -124,8 +124,8 @@ class LanguageModel(InferenceModel, Scorer):
         """Whether prompts can reuse the KV cache of a common prefix.
 
         The visible keys of a token must depend only on its position. Under landmark, inf_llm and
-        vertical_slash they depend on the other tokens of the call. The cache must keep all keys: a
-        pattern that keeps only a few has little to share.
+        patterns for prompts only they depend on the other tokens of the call. The cache must keep
+        all keys: a pattern that keeps only a few has little to share.
         """
         return can_share_prefix(self.config)
 
@@ -500,8 +500,8 @@ class LanguageModel(InferenceModel, Scorer):
             keys are rotated again for every token. False: the rotation of a row is made for its own
             prompt plus `max_new_tokens`.
           prefill_chunk: number of prompt tokens that are read at once, which bounds device memory;
-            None: a size that suits the platform. vertical_slash always reads the whole prompt at
-            once.
+            None: a size that suits the platform. Patterns for prompts only (vertical_slash,
+            xattention) always read the whole prompt at once.
 
         Returns:
           A string for each prompt, with its token ids as `ids`.

@@ -169,7 +169,7 @@ def chunk_of_cache(config: ModelConfig, chunk: int) -> int:
 def whole_prompt_bucket(length: int) -> int:
     """Rounds `length` up to the chunk size of a prompt (`ModelConfig.needs_whole_prompt`).
 
-    The size is a multiple of 64, the block size of vertical_slash: padding shifts no block.
+    The size is a multiple of 64, the block size of vertical_slash: padding shifts no block of it.
     """
     return round_up_to_bucket(length, 2, least=128)
 

@@ -1,0 +1,174 @@
+"""Attention of prompts over chosen blocks of keys; blocks begin at the first token of a document.
+
+Rows are padded, and a packed row holds several documents, so blocks of slots are no blocks of a
+document. `attend_blocks` therefore moves the tokens of one document of each row to slot 0, lets the
+pattern choose blocks there, and moves the outputs back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from lcjax.attention.base import AttentionMetadata, rotate_qk
+from pallas_kernels import causal, flash, tables
+
+
+class BlockedPrompt(NamedTuple):
+    """One document of each row in whole blocks; T and S are multiples of the block size.
+
+    Key slot i holds the token with order index i, and query slot i the one with order index
+    first + i. Slots without a token hold zeros.
+    """
+
+    q: Float[Array, "B T N H"]  # rotated
+    k: Float[Array, "B S K H"]  # rotated
+    v: Float[Array, "B S K Hv"]
+    is_query: Bool[Array, "B T"]
+    is_key: Bool[Array, "B S"]
+    first: Int[Array, " B"]  # order index of query slot 0, a multiple of the block size
+
+
+class PromptHead(NamedTuple):
+    """What one query head of one row chooses by."""
+
+    q: Float[Array, "T H"]
+    k: Float[Array, "S H"]
+    is_query: Bool[Array, " T"]
+    is_key: Bool[Array, " S"]
+    first: Int[Array, ""]
+
+
+def attend_blocks(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    metadata: AttentionMetadata,
+    block: int,
+    choose: Callable[[PromptHead], Bool[Array, "nq nk"]],
+) -> Float[Array, "B T N Hv"]:
+    """Computes causal attention in which each block of queries sees the chosen blocks of keys.
+
+    Documents of a packed row are computed one after another, each at the cost of the whole row, in
+    a loop that has no gradient.
+
+    Args:
+      q, k, v: unrotated queries and keys, and values.
+      metadata: positions, documents, rotation and kernel options.
+      block: tokens of a block.
+      choose: maps one head of one document to the blocks of keys that each block of queries sees.
+        Blocks after the own one do not count.
+
+    Returns:
+      The output, in the dtype of `q`.
+    """
+    q, k = rotate_qk(q, k, metadata)
+    q_order = jnp.broadcast_to(metadata.q_order, q.shape[:2])
+    k_order = jnp.broadcast_to(metadata.k_order, k.shape[:2])
+
+    def attend_document(is_query, is_key):
+        prompt, slots = _to_blocks(q, k, v, q_order, k_order, is_query, is_key, block)
+        out = _attend(prompt, metadata, block, choose)
+        out = jnp.take_along_axis(out, slots[:, :, None, None], axis=1)
+        return jnp.where(is_query[:, :, None, None], out, 0)
+
+    if metadata.q_segments is None:
+        return attend_document(jnp.ones(q.shape[:2], bool), jnp.ones(k.shape[:2], bool))
+    documents = _number_documents(metadata.q_segments)
+
+    def add_document(number, out):
+        is_query = documents == number
+        segment = jnp.max(jnp.where(is_query, metadata.q_segments, 0), axis=1, keepdims=True)
+        is_key = (metadata.k_segments == segment) & (segment != 0)
+        return out + attend_document(is_query, is_key)
+
+    out = jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+    return lax.fori_loop(1, documents.max() + 1, add_document, out)
+
+
+def _number_documents(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Numbers the documents of each row, runs of one segment, from 1; padding is 0."""
+    previous = jnp.pad(segments[:, :-1], [(0, 0), (1, 0)])
+    is_start = (segments != 0) & (segments != previous)
+    return jnp.where(segments != 0, jnp.cumsum(is_start, axis=1, dtype=jnp.int32), 0)
+
+
+def _to_blocks(
+    q, k, v, q_order, k_order, is_query, is_key, block: int
+) -> tuple[BlockedPrompt, Int[Array, "B T"]]:
+    """Returns one document of each row in blocks, and the query slot of each query."""
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    start = jnp.min(jnp.where(is_query, q_order, num_keys), axis=1)
+    first = start // block * block
+    # Queries that continue a text may begin inside a block, and so lie in one block more.
+    size = num_queries if num_queries == num_keys else num_queries + block - 1
+    (q,), query_slots, is_query = _move([q], q_order - first[:, None], is_query, size, block)
+    (k, v), _, is_key = _move([k, v], k_order, is_key, num_keys, block)
+    return BlockedPrompt(q, k, v, is_query, is_key, first), query_slots
+
+
+def _move(arrays, slots: Int[Array, "B T"], is_token: Bool[Array, "B T"], size: int, block: int):
+    """Moves tokens to `slots` of at least `size`; returns arrays, slots, and where tokens are."""
+    rows, length = slots.shape
+    size = -(-size // block) * block
+    places = jnp.where(is_token, slots, size)
+    source = jnp.full((rows, size), length, jnp.int32)
+    numbers = jnp.arange(length, dtype=jnp.int32)
+    source = source.at[jnp.arange(rows)[:, None], places].set(numbers, mode="drop")
+
+    def move(x):
+        index = source[:, :, None, None]
+        return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
+
+    return [move(x) for x in arrays], jnp.clip(places, 0, size - 1), source < length
+
+
+def _attend(prompt: BlockedPrompt, metadata: AttentionMetadata, block: int, choose):
+    """Returns the output [B, T, N, Hv] in the slots of `prompt`."""
+    with jax.named_scope("choose"):
+        visible = _map_heads(choose, prompt)
+        q_blocks, k_blocks = visible.shape[2:]
+        own = prompt.first[:, None] // block + jnp.arange(q_blocks)
+        is_past = jnp.arange(k_blocks) <= own[:, :, None]
+        visible = visible & is_past[:, None]
+    with jax.named_scope("attention"):
+        out, _ = flash(
+            prompt.q,
+            prompt.k,
+            prompt.v,
+            causal(),
+            table=tables.from_block_mask(visible, q_block=block, k_block=block),
+            soft_cap=metadata.soft_cap,
+            q_index=prompt.first[:, None] + jnp.arange(prompt.q.shape[1], dtype=jnp.int32),
+            k_index=jnp.arange(prompt.k.shape[1], dtype=jnp.int32),
+            q_segments=prompt.is_query.astype(jnp.int32),
+            k_segments=prompt.is_key.astype(jnp.int32),
+            implementation=metadata.without_layout().implementation,
+        )
+    return out
+
+
+def _map_heads(choose, prompt: BlockedPrompt) -> Bool[Array, "B N nq nk"]:
+    """Applies `choose` to one head of one row after another, which bounds memory."""
+    q, k = (lax.stop_gradient(x) for x in (prompt.q, prompt.k))  # a choice has no gradient
+    rows, heads, group = q.shape[0], q.shape[2], q.shape[2] // k.shape[2]
+
+    def choose_one(number):
+        row, head = number // heads, number % heads
+        return choose(
+            PromptHead(
+                q[row, :, head],
+                k[row, :, head // group],
+                prompt.is_query[row],
+                prompt.is_key[row],
+                prompt.first[row],
+            )
+        )
+
+    visible = lax.map(choose_one, jnp.arange(rows * heads))
+    return visible.reshape(rows, heads, *visible.shape[1:])

@@ -1,0 +1,100 @@
+"""Golden cases of sparse attention of prompts: `tests/golden/sparse_attention_prefill.md`."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention_golden import FOLDER
+
+from lcjax.attention import AttentionMetadata
+from lcjax.attention.prompt_blocks import PromptHead
+from lcjax.rope.rotation import no_rotation
+
+FILE = FOLDER / "sparse_attention_prefill.json"
+
+
+@functools.cache
+def params(case):
+    return json.loads(FILE.read_text())["cases"][case]["params"]
+
+
+@functools.cache
+def arrays(case):
+    """The arrays of a case; q, k, v and outputs as [batch, time, heads, size]."""
+    with np.load(FILE.with_suffix(".npz")) as data:
+        names = [name for name in data.files if name.startswith(f"{case}.")]
+        found = {name.removeprefix(f"{case}."): data[name] for name in names}
+    return {
+        name: x.swapaxes(1, 2) if name in ("q", "k", "v") or name.startswith("out") else x
+        for name, x in found.items()
+    }
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def attend(pattern, q, k, v, segments=None):
+    """Attention of the last queries over all keys, with order indices of the `segments`."""
+    index = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
+    if segments is not None:
+        is_start = segments != jnp.pad(segments[:, :-1], [(0, 0), (1, 0)], constant_values=-1)
+        index = index - jax.lax.cummax(jnp.where(is_start, index, 0), axis=1)
+    first = k.shape[1] - q.shape[1]
+    metadata = AttentionMetadata(
+        index[:, first:],
+        index,
+        rotation=no_rotation(),
+        q_index=index[:, first:],
+        k_index=index,
+        q_segments=None if segments is None else segments[:, first:],
+        k_segments=segments,
+    )
+    return pattern.attend(q, k, v, metadata)
+
+
+def prompt_head(q, k, block=1):
+    """What a head with these rotated queries and keys [T, H] chooses by, in whole blocks."""
+    length = len(q)
+    size = -(-length // block) * block
+    q, k = (np.pad(x, [(0, size - length), (0, 0)]).astype(np.float32) for x in (q, k))
+    is_token = np.arange(size) < length
+    return PromptHead(*map(jnp.asarray, (q, k, is_token, is_token, np.int32(0))))
+
+
+def heads(case, block):
+    """What each query head of a case chooses by."""
+    x = arrays(case)
+    q, k = x["q"][0], x["k"][0]
+    group = q.shape[1] // k.shape[1]
+    return [prompt_head(q[:, n], k[:, n // group], block) for n in range(q.shape[1])]
+
+
+NEEDLES = {"token": slice(300, 301), "block": slice(256, 320)}
+
+
+def needle(seed, kind):
+    """Queries and keys [1024, 64] that attend to the first key, and to a needle from 512 on."""
+    rng = np.random.default_rng(seed)
+    k, q = rng.normal(size=(1024, 64)), 0.5 * rng.normal(size=(1024, 64))
+    sink, unit = (x / np.linalg.norm(x) for x in rng.normal(size=(2, 64)))
+    k[0] += 24 * sink
+    q += 2 * sink
+    q[512:] += {"token": 5, "block": 10}[kind] * unit
+    k[NEEDLES[kind]] += {"token": 16, "block": 4}[kind] * unit
+    return q, k
+
+
+def recall(q, k, chosen, kind, block):
+    """Means over queries from 512 on of a choice of blocks.
+
+    They are the attention to visible keys, how much of the needle is visible, and the share of past
+    keys that are visible.
+    """
+    past = np.tril(np.ones((len(q), len(k)), bool))
+    visible = np.kron(chosen, np.ones((block, block), bool)).astype(bool) & past
+    logits = np.where(past, q @ k.T / np.sqrt(q.shape[1]), -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    mass, hit = (weights * visible).sum(-1), visible[:, NEEDLES[kind]].mean(-1)
+    density = visible.sum(-1) / past.sum(-1)
+    return [x[512:].mean() for x in (mass, hit, density)]
