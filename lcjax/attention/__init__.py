@@ -23,6 +23,7 @@ from lcjax.attention.causal import Bidirectional, Causal, Chunked, Sliding
 from lcjax.attention.channels import Channels
 from lcjax.attention.dual_chunk import DualChunk
 from lcjax.attention.eviction import CachePolicy
+from lcjax.attention.flex_prefill import FlexPrefill
 from lcjax.attention.inf_llm import InfLLM
 from lcjax.attention.kivi import Kivi
 from lcjax.attention.landmark.pattern import Landmark
@@ -68,7 +69,8 @@ __all__ = [
     "H2O", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AdaptiveOriginal", "AttentionMetadata",
     "Bidirectional", "BigBird", "CacheMethod", "CachePolicy", "Candidates", "Cap", "Causal",
     "Channels", "Chunked", "Compactor", "Composite", "Critical", "Cur", "Disentangled", "DualChunk",
-    "DuoAttention", "Exact", "ExpectedAttention", "Finch", "Fp8", "HeadBudget", "HeadRates",
+    "DuoAttention", "Exact", "ExpectedAttention", "Finch", "FlexPrefill", "Fp8", "HeadBudget",
+    "HeadRates",
     "InfLLM", "Int8", "KVCompose", "KVzip", "KeepAll", "KeyDiff", "Kivi", "Knorm", "LMInfinite",
     "LagKV", "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios", "Leverage", "Longformer",
     "Merging", "NonCausal", "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid",
