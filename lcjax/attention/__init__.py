@@ -62,7 +62,7 @@ from lcjax.attention.s2 import ShiftedSparse
 from lcjax.attention.self_extend import SelfExtend
 from lcjax.attention.sparse_transformer import SparseTransformer
 from lcjax.attention.streaming import Streaming
-from lcjax.attention.vertical_slash import VerticalSlash
+from lcjax.attention.vertical_slash import SparseHead, VerticalSlash, search_head_budgets
 from lcjax.attention.xattention import XAttention
 
 __all__ = [
@@ -70,12 +70,11 @@ __all__ = [
     "Bidirectional", "BigBird", "CacheMethod", "CachePolicy", "Candidates", "Cap", "Causal",
     "Channels", "Chunked", "Compactor", "Composite", "Critical", "Cur", "Disentangled", "DualChunk",
     "DuoAttention", "Exact", "ExpectedAttention", "Finch", "FlexPrefill", "Fp8", "HeadBudget",
-    "HeadRates",
-    "InfLLM", "Int8", "KVCompose", "KVzip", "KeepAll", "KeyDiff", "Kivi", "Knorm", "LMInfinite",
-    "LagKV", "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios", "Leverage", "Longformer",
-    "Merging", "NonCausal", "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid",
-    "PyramidOriginal", "QFilter", "Quest", "Random", "ReRoPE", "Seen", "SelfExtend",
-    "ShiftedSparse", "SimLayerKV", "Sliding", "SnapKV", "SparseTransformer", "Storage", "Streaming",
-    "StreamingCache", "ThinK", "Threshold", "Tova", "TransformerXL", "TurboQuant", "VerticalSlash",
-    "XAttention", "order_indices",
+    "HeadRates", "InfLLM", "Int8", "KVCompose", "KVzip", "KeepAll", "KeyDiff", "Kivi", "Knorm",
+    "LMInfinite", "LagKV", "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios", "Leverage",
+    "Longformer", "Merging", "NonCausal", "ObservedAttention", "Pass", "Pattern", "Phases",
+    "Pyramid", "PyramidOriginal", "QFilter", "Quest", "Random", "ReRoPE", "Seen", "SelfExtend",
+    "ShiftedSparse", "SimLayerKV", "Sliding", "SnapKV", "SparseHead", "SparseTransformer",
+    "Storage", "Streaming", "StreamingCache", "ThinK", "Threshold", "Tova", "TransformerXL",
+    "TurboQuant", "VerticalSlash", "XAttention", "order_indices", "search_head_budgets",
 ]  # fmt: skip

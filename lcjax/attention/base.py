@@ -270,6 +270,8 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     has_head_gates: ClassVar[bool] = False
     # Whether the model reads texts with inserted tokens (`inserted_tokens`).
     inserts_tokens: ClassVar[bool] = False
+    # Whether layers have patterns of their own (`for_layer`); it may be a property.
+    differs_by_layer: ClassVar[bool] = False
 
     def __post_init__(self):
         check_fields("pattern", self)
@@ -348,6 +350,16 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
 
     def for_inference(self) -> Pattern:
         """Returns the pattern for evaluation and generation after training with this one."""
+        return self
+
+    def for_layer(self, layer: int, num_layers: int) -> Pattern:
+        """Returns the pattern of one layer, which does not differ by layer (`differs_by_layer`).
+
+        Args:
+          layer: its number, from 0.
+          num_layers: number of layers of the model.
+        """
+        del layer, num_layers
         return self
 
     def attend(

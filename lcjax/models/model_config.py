@@ -431,19 +431,39 @@ class ModelConfig:
     @functools.cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The distinct kinds of layers; a single one if all layers are equal."""
+        if self._pattern_differs_by_layer:
+            return tuple(dict.fromkeys(self._kinds_of_layers)) or (LayerKind(),)
         kinds = (dataclasses.replace(kind, repeat=1) for kind in self.layers)
         return tuple(dict.fromkeys(kinds)) or (LayerKind(),)
+
+    @property
+    def _pattern_differs_by_layer(self) -> bool:
+        patterns = [kind.pattern or self.pattern for kind in self.layers] or [self.pattern]
+        return any(pattern.differs_by_layer for pattern in patterns)
+
+    @functools.cached_property
+    def _kinds_of_layers(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer, with its own form of a pattern that differs by layer."""
+        cycle = [
+            dataclasses.replace(kind, repeat=1)
+            for kind in self.layers or (LayerKind(),)
+            for _ in range(min(kind.repeat, self.num_layers))
+        ]
+
+        def of_layer(index, kind):
+            pattern = kind.pattern or self.pattern
+            if kind.mixer is not None or not pattern.differs_by_layer:
+                return kind
+            return dataclasses.replace(kind, pattern=pattern.for_layer(index, self.num_layers))
+
+        layers = enumerate(itertools.islice(itertools.cycle(cycle), self.num_layers))
+        return tuple(of_layer(index, kind) for index, kind in layers)
 
     @functools.cached_property
     def kind_by_layer(self) -> tuple[int, ...]:
         """The index in `kinds` of each layer."""
         numbers = {kind: number for number, kind in enumerate(self.kinds)}
-        cycle = [
-            numbers[dataclasses.replace(kind, repeat=1)]
-            for kind in self.layers
-            for _ in range(min(kind.repeat, self.num_layers))
-        ]
-        return tuple(itertools.islice(itertools.cycle(cycle or [0]), self.num_layers))
+        return tuple(map(numbers.__getitem__, self._kinds_of_layers))
 
     def of_kind(self, kind: LayerKind) -> "ModelConfig":
         """Returns a config in which all layers are of `kind`."""
@@ -459,7 +479,8 @@ class ModelConfig:
 
     def layer(self, index: int) -> "ModelConfig":
         """Returns a config in which all layers are as layer `index`."""
-        return self._by_kind[self.kind_by_layer[index]] if self.layers else self
+        differs = self.layers or self._pattern_differs_by_layer
+        return self._by_kind[self.kind_by_layer[index]] if differs else self
 
     @functools.cached_property
     def key_sources(self) -> tuple[int, ...]:

@@ -56,6 +56,13 @@ class _Watched(Pattern):
         return self
 
     @property
+    def differs_by_layer(self) -> bool:
+        return self.inner.differs_by_layer
+
+    def for_layer(self, layer: int, num_layers: int) -> "Pattern":
+        return dataclasses.replace(self, inner=self.inner.for_layer(layer, num_layers))
+
+    @property
     def layer_cache(self) -> LayerCache:
         return self.inner.layer_cache
 
