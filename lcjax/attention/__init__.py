@@ -62,6 +62,7 @@ from lcjax.attention.s2 import ShiftedSparse
 from lcjax.attention.self_extend import SelfExtend
 from lcjax.attention.sparse_transformer import SparseTransformer
 from lcjax.attention.streaming import Streaming
+from lcjax.attention.tri_shape import TriShape
 from lcjax.attention.vertical_slash import SparseHead, VerticalSlash, search_head_budgets
 from lcjax.attention.xattention import XAttention
 
@@ -76,5 +77,5 @@ __all__ = [
     "Pyramid", "PyramidOriginal", "QFilter", "Quest", "Random", "ReRoPE", "Seen", "SelfExtend",
     "ShiftedSparse", "SimLayerKV", "Sliding", "SnapKV", "SparseHead", "SparseTransformer",
     "Storage", "Streaming", "StreamingCache", "ThinK", "Threshold", "Tova", "TransformerXL",
-    "TurboQuant", "VerticalSlash", "XAttention", "order_indices", "search_head_budgets",
+    "TriShape", "TurboQuant", "VerticalSlash", "XAttention", "order_indices", "search_head_budgets",
 ]  # fmt: skip

@@ -98,8 +98,8 @@ class Conversation:
     A turn has no padding, so the end of its text is read in smaller chunks, and a cache policy with
     `chunk` cuts after these, too.
 
-    A pattern for prompts only (vertical_slash, xattention, flex_prefill) chooses again in every
-    turn, for the new text of the turn; each number of new tokens compiles a program.
+    A pattern for prompts only (vertical_slash, tri_shape, xattention, flex_prefill) chooses again
+    in every turn, for the new text of the turn; each number of new tokens compiles a program.
 
     With a `retriever`, every message of `say` is the query of a search. A model with a memory adds
     new passages to the context; other models read all passages before the message, in the same

@@ -103,6 +103,8 @@ def head_budgets(
     return [best_budgets(shares, candidates) for shares in by_layer]
 
 
-def write_head_budgets(lm: LanguageModel, text: Sequence[int], file: str | Path) -> None:
+def write_head_budgets(
+    lm: LanguageModel, text: Sequence[int], file: str | Path, *, start: int = 2500
+) -> None:
     """Writes `head_budgets` as a `file` of the pattern `vertical_slash` (.json)."""
-    to_path(file).write_text(json.dumps(head_budgets(lm, text)))
+    to_path(file).write_text(json.dumps(head_budgets(lm, text, start=start)))

@@ -501,7 +501,7 @@ class LanguageModel(InferenceModel, Scorer):
             prompt plus `max_new_tokens`.
           prefill_chunk: number of prompt tokens that are read at once, which bounds device memory;
             None: a size that suits the platform. Patterns for prompts only (vertical_slash,
-            xattention, flex_prefill) always read the whole prompt at once.
+            tri_shape, xattention, flex_prefill) always read the whole prompt at once.
 
         Returns:
           A string for each prompt, with its token ids as `ids`.

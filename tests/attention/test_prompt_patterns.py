@@ -1,4 +1,4 @@
-"""Patterns that choose blocks of a prompt: what holds for each of them."""
+"""What holds for each of the patterns for prompts only."""
 
 import functools
 
@@ -8,7 +8,7 @@ import pytest
 from prefill_golden import attend
 from tiny_lm import ids, sharp_lm
 
-from lcjax.attention import FlexPrefill, XAttention
+from lcjax.attention import FlexPrefill, TriShape, XAttention
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation.conversation import Conversation
@@ -21,12 +21,14 @@ PATTERNS = {
     "xattention": XAttention(threshold=0.5, stride=2, block=BLOCK),
     "flex_prefill vertical": FlexPrefill(tau=0, block=BLOCK, min_budget=BLOCK),
     "flex_prefill query-aware": FlexPrefill(gamma=0.6, tau=9, block=BLOCK, min_budget=BLOCK),
+    "tri_shape": TriShape(sinks=2, window=6, last=BLOCK),
 }
 # The same patterns with as much as there is
 WHOLE = {
     "xattention": XAttention(threshold=1.1, stride=2, block=BLOCK),
     "flex_prefill vertical": FlexPrefill(tau=0, block=BLOCK, min_budget=61),
     "flex_prefill query-aware": FlexPrefill(gamma=0.6, tau=9, block=BLOCK, min_budget=61),
+    "tri_shape": TriShape(sinks=2, window=6, last=61),
 }
 EVERY = pytest.mark.parametrize("name", PATTERNS)
 CLOSE = {"rtol": 1e-5, "atol": 3e-6}
