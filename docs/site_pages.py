@@ -72,7 +72,7 @@ PATTERNS = (
     attention.SparseTransformer(kind="fixed", stride=16, summary=4),
     attention.VerticalSlash(vertical=30, slash=50),
     attention.TriShape(sinks=4, window=28, last=16),
-    attention.FlexPrefill(block=8, min_budget=16),
+    attention.FlexPrefill(gamma=0.4, block=8, min_budget=16),
     attention.XAttention(threshold=0.4, stride=2, block=8),
     attention.Landmark(block=8, top_k=2, train_length=64),
     attention.InfLLM(window=32, sinks=4, block=8, top_k=2, representatives=2, chunk=8),

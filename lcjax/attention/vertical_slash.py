@@ -81,8 +81,9 @@ class VerticalSlash(Pattern):
     The method needs no training and is for prompts only: the visible keys of early tokens depend on
     the last tokens, so neither training nor perplexity is meaningful. Each call chooses keys for
     its own queries. A prompt is therefore read in one call, whatever `prefill_chunk` is, and each
-    turn of a conversation chooses again for its new text. Each row has one choice; in a packed row
-    the last document makes it.
+    turn of a conversation chooses again for its new text. Each row has one choice of columns and
+    diagonals; in a packed row the last document makes it. Heads of other kinds see the same keys
+    in a packed row as in separate ones.
     """
 
     examples = ({"vertical": 96},)
