@@ -127,6 +127,21 @@ def test_every_head_has_its_own_budget():
         np.testing.assert_allclose(got[:, head], want, **attention_golden.TOLERANCE)
 
 
+def test_stream_and_block_sparse_heads_see_the_same_in_packed_and_padded_rows():
+    heads = (SparseHead("stream_llm", 20, 50), SparseHead("block_sparse", 1, 0)) * 2
+    pattern, arrays = VerticalSlash(heads=heads), qkv()
+    segments = np.zeros((2, 270), np.int32)
+    segments[0, :150], segments[0, 150:] = 1, 2
+    segments[1, 120:] = 1  # padding before it
+    rows = [np.concatenate([x[:, :270], np.roll(x[:, :270], 120, axis=1)]) for x in arrays]
+    out = np.asarray(golden.attend(pattern, *rows, segments))
+    for part, (row, number) in ((slice(0, 150), (0, 1)), (slice(150, 270), (0, 2))):
+        alone = golden.attend(pattern, *(x[:, part] for x in arrays))[0]
+        np.testing.assert_allclose(out[row, segments[row] == number], alone, rtol=1e-5, atol=3e-6)
+    np.testing.assert_allclose(out[1, 120:], out[0, :150], rtol=1e-5, atol=3e-6)
+    assert not out[1, :120].any()
+
+
 def write_budgets(path, layers):
     """A file with the heads of each layer."""
     entries = [
