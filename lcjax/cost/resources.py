@@ -28,7 +28,6 @@ from lcjax.attention import AttentionMetadata
 from lcjax.cost import liveness
 from lcjax.models import Decoder, ModelConfig, head, layer_groups
 from lcjax.models import cache as cache_lib
-from lcjax.models.experts import block_rows, max_blocks
 from lcjax.models.loss import cross_entropy
 from lcjax.models.tiles import tile_bytes
 from lcjax.models.weight_storage import kernel_of, num_weights
@@ -36,6 +35,7 @@ from lcjax.parallel.device_memory import LAYER, STACK, Offload, offloadable
 from lcjax.parallel.sharding import ROWS, Mesh, path_of, spec_of, spread_over
 from lcjax.tree import nest, split, union
 from pallas_kernels import by_heads
+from pallas_kernels.rows import block_rows, max_blocks
 
 _SAMPLED_QUERIES = 256
 _SEPARATE = re.compile(r"layers_(\d+)/(.*)")  # parameters of a layer whose weights are separate
