@@ -168,14 +168,18 @@ def test_eight_devices_have_the_values_and_gradients_of_one(mesh):
     def gradients(model, params):
         def loss(params):
             hidden = model.apply({"params": params}, tokens, segments=segments).hidden
-            return (hidden * weights).sum()
+            return (hidden * weights).sum(), hidden
 
-        return jax.jit(jax.value_and_grad(loss))(params)
+        return jax.jit(jax.grad(loss, has_aux=True))(params)
 
     want = gradients(Decoder(config), decoder_params())
     params = jax.device_put(decoder_params(), param_shardings(devices, decoder_params()))
     got = gradients(Decoder(config, devices), params)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), got, want)
+
+    def compare(x, y):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=5e-6 * np.abs(y).max())
+
+    jax.tree.map(compare, got, want)
 
 
 def test_visited_keys_are_those_that_the_rule_allows(monkeypatch):
