@@ -73,6 +73,7 @@ PATTERNS = (
     attention.VerticalSlash(vertical=30, slash=50),
     attention.Landmark(block=8, top_k=2, train_length=64),
     attention.InfLLM(window=32, sinks=4, block=8, top_k=2, representatives=2, chunk=8),
+    attention.MoBA(block=16, top_k=3),
     attention.Bidirectional(),
 )
 ROPES = (
