@@ -99,7 +99,7 @@ def estimate(name: str, topology: str, program: str) -> tuple[float, float, floa
     """Returns bytes on a device, those beside weights, state and cache, and FLOPs of products.
 
     FLOPs are those of all devices with what `model.remat: full` computes again, and without what
-    kernels compute, which compilers do not count: attention, and experts on TPUs.
+    kernels compute, which compilers do not count: attention, and experts on accelerators.
     """
     from lcjax.cost import generation_memory, resources, roofline
     from lcjax.training import compile_only
@@ -109,7 +109,7 @@ def estimate(name: str, topology: str, program: str) -> tuple[float, float, floa
     length, platform = LENGTHS[program.split()[0]], PLATFORMS[topology.partition(":")[0]]
     per_key = 4 * model.num_heads * model.head_dim * model.num_layers
     by_kernels = 0
-    if model.experts is not None and platform == "tpu":
+    if model.experts is not None and platform != "cpu":
         by_kernels = 6 * model.experts.top_k * model.width * model.expert_width * model.num_layers
     if program.startswith("train"):
         memory = training.training_memory(run, model, shape, platform)

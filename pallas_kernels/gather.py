@@ -45,8 +45,7 @@ def best_blocks(
       int32 ids in ascending order, and whether each is a block: [B, T, N, M] for
       "token_and_head", [B, N, M] for "head_and_chunk", [B, M] for "chunk".
     """
-    share = max(TIE, float(jnp.finfo(q.dtype).eps) / 8)
-    margin = share * scale * _score_bound(q, summary, exists)
+    margin = tie(q.dtype) * scale * _score_bound(q, summary, exists)
     x = pooled(scale * scores(q, summary), per, is_query, exists)
     if per == "head_and_chunk":  # rounding changes both the score and the softmax's sum
         if is_query is not None:
@@ -57,6 +56,11 @@ def best_blocks(
     if exists is not None:
         exists = jnp.expand_dims(exists, tuple(range(1, x.ndim - 1)))
     return best(x, count, exists, margin=margin)
+
+
+def tie(dtype) -> float:
+    """Returns the fraction of |q| |summary| below which scores of queries of `dtype` are equal."""
+    return max(TIE, float(jnp.finfo(dtype).eps) / 8)
 
 
 def _score_bound(q, summary, exists=None):

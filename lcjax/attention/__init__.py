@@ -30,6 +30,7 @@ from lcjax.attention.landmark.pattern import Landmark
 from lcjax.attention.lm_infinite import LMInfinite, ReRoPE
 from lcjax.attention.longformer import Longformer
 from lcjax.attention.merging import Merging
+from lcjax.attention.moba import MoBA
 from lcjax.attention.policies import (
     H2O,
     Cap,
@@ -73,7 +74,7 @@ __all__ = [
     "DuoAttention", "Exact", "ExpectedAttention", "Finch", "FlexPrefill", "Fp8", "HeadBudget",
     "HeadRates", "InfLLM", "Int8", "KVCompose", "KVzip", "KeepAll", "KeyDiff", "Kivi", "Knorm",
     "LMInfinite", "LagKV", "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios", "Leverage",
-    "Longformer", "Merging", "NonCausal", "ObservedAttention", "Pass", "Pattern", "Phases",
+    "Longformer", "Merging", "MoBA", "NonCausal", "ObservedAttention", "Pass", "Pattern", "Phases",
     "Pyramid", "PyramidOriginal", "QFilter", "Quest", "Random", "ReRoPE", "Seen", "SelfExtend",
     "ShiftedSparse", "SimLayerKV", "Sliding", "SnapKV", "SparseHead", "SparseTransformer",
     "Storage", "Streaming", "StreamingCache", "ThinK", "Threshold", "Tova", "TransformerXL",

@@ -28,7 +28,6 @@ from lcjax.attention import AttentionMetadata
 from lcjax.cost import liveness
 from lcjax.models import Decoder, ModelConfig, head, layer_groups
 from lcjax.models import cache as cache_lib
-from lcjax.models.experts import block_rows, max_blocks
 from lcjax.models.loss import cross_entropy
 from lcjax.models.tiles import tile_bytes
 from lcjax.models.weight_storage import kernel_of, num_weights
@@ -36,6 +35,7 @@ from lcjax.parallel.device_memory import LAYER, STACK, Offload, offloadable
 from lcjax.parallel.sharding import ROWS, Mesh, path_of, spec_of, spread_over
 from lcjax.tree import nest, split, union
 from pallas_kernels import by_heads
+from pallas_kernels.rows import block_rows, max_blocks
 
 _SAMPLED_QUERIES = 256
 _SEPARATE = re.compile(r"layers_(\d+)/(.*)")  # parameters of a layer whose weights are separate
@@ -408,6 +408,8 @@ def training_memory(
     # Fitted: with these bytes the estimates agree best with libtpu, which keeps parts of gradients
     # also in layouts that pad axes which many devices share.
     activations += gradients if platform == "tpu" else 0
+    if platform == "cpu":
+        activations += _CPU_BUFFERS * _mixer_bytes(config, sizes, rows, length)
     if platform == "gpu" and offload == "none":
         # XLA for GPUs writes the new state beside the old one, as the update is a branch
         # (`training.step`), when activations and the gradients of a microbatch are gone.
@@ -421,6 +423,14 @@ def training_memory(
         host=host + sum(map(sum, (_offloadable_bytes(config, x).values() for x in offloaded))),
         activations=activations,
     )
+
+
+def _mixer_bytes(config: ModelConfig, sizes: Mapping[str, int], rows: int, length: int) -> int:
+    """Returns the bytes of the activations of one layer's mixer on a device; 0 without mixers."""
+    tokens = rows_of_device(rows, sizes) * -(-length // sizes["context"])
+    layers = (layer.mixer for layer, _ in _local_config(config, sizes).layer_counts)
+    channels = max((mixer.channels for mixer in layers if mixer is not None), default=0)
+    return tokens * channels * config.compute_dtype().itemsize
 
 
 def _stacked_bytes(config: ModelConfig, weights: Mapping[str, int]) -> int:

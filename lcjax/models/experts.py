@@ -9,16 +9,14 @@ model has one (DeepSeekMoE, Dai et al. 2024, arXiv 2401.06066, sec. 3.2), which 
 (`lcjax.models.mlp.SparseMLP`). Gemma 4 has norms around the branches of the shared expert and of
 the others, and a learned factor of each s_e.
 
-No token is dropped. The (token, expert) pairs are sorted by expert into groups of rows, each of
-which starts at a multiple of a block, and `grouped_matmul` multiplies every block by the weights of
-its expert. Rows are moved by gathers only, forward and backward, so results do not depend on the
-order in which a device adds numbers.
+No token is dropped. The (token, expert) pairs are sorted by expert into groups of rows
+(`pallas_kernels.rows`), each of which starts at a multiple of a block, and `grouped_matmul`
+multiplies every block by the weights of its expert.
 """
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -33,10 +31,7 @@ from lcjax.models.tiles import over_tiles, tile_size
 from lcjax.models.weight_storage import WeightStorage
 from lcjax.parallel.sharding import spec_of, spread_over, tokens_spec
 from pallas_kernels.grouped import gpu_kernels
-
-_FEW_ROWS = 16  # minimum rows of a block, unless there are fewer rows than experts
-_MANY_ROWS = 512  # maximum rows of a block: larger products are no faster, and need more padding
-
+from pallas_kernels.rows import Groups, block_owners, combine_rows, group_rows, take_rows
 
 MAX_EXPERTS = 4_096  # of a layer; published mixtures have up to 512
 
@@ -377,86 +372,14 @@ def apply_experts(
         y = checkpoint_name(y, "product")  # for remat=dots
         return y if biases is None else _add_bias(y, getattr(biases, name), groups)
 
-    rows = _take_rows(x, groups.token, groups.places)
+    rows = take_rows(x, groups.token, groups.places)
     if weighted == "input":
         flat, places = weights.reshape(-1, 1).astype(x.dtype), groups.places.reshape(-1, 1)
-        rows, weights = rows * _take_rows(flat, groups.pair, places), jnp.ones_like(weights)
+        rows, weights = rows * take_rows(flat, groups.pair, places), jnp.ones_like(weights)
     with jax.named_scope("experts"):
         hidden = hidden_units(product(rows, "gate"), product(rows, "up"))
         out = product(hidden, "down")
-    places = groups.token, groups.pair, groups.places
-    return _combine_rows(out, weights.astype(jnp.float32), places)
-
-
-class Groups(NamedTuple):
-    """An arrangement of (token, expert) pairs in R rows, grouped by expert.
-
-    The group of an expert fills whole blocks; its last rows may be padding.
-    """
-
-    sizes: Int[Array, "E"]  # rows of each group, multiples of `block`
-    block: int  # rows of a block
-    token: Int[Array, "R"]  # token of each row; M for padding
-    pair: Int[Array, "R"]  # index in [M k] of each row's pair; M k for padding
-    places: Int[Array, "M k"]  # row of each pair; R for experts outside 0 ... E - 1
-
-
-def block_rows(rows: int, experts: int) -> int:
-    """Returns the number of rows of a block for `rows` pairs.
-
-    It is about a quarter of a mean group, so that padding adds an eighth of the work on average. A
-    few pairs get one block each: reading weights then takes most of the time, and the weights of
-    unused experts are not read.
-    """
-    if rows <= experts:
-        return 1
-    return min(max(_FEW_ROWS, 2 ** int(math.log2(rows / (4 * experts) + 1))), _MANY_ROWS)
-
-
-def max_blocks(rows: int, experts: int, block: int) -> int:
-    """Returns the largest number of blocks of `rows` pairs.
-
-    In the worst case the last block of every group has one row.
-    """
-    groups = min(experts, rows)
-    return groups + (rows - groups) // block
-
-
-def group_rows(chosen: Int[Array, "M k"], count: int) -> Groups:
-    """Groups the pairs of each token and its chosen experts by expert.
-
-    Args:
-      chosen: indices of experts; indices outside 0 ... count - 1 are in no group.
-      count: number of experts, E.
-    """
-    tokens, top_k = chosen.shape
-    pairs = tokens * top_k
-    block = block_rows(pairs, count)
-    rows = block * max_blocks(pairs, count, block)
-    expert = chosen.reshape(-1)
-    expert = jnp.where((expert >= 0) & (expert < count), expert, count)  # others come last
-    order = jnp.argsort(expert, stable=True)
-    sizes = jnp.zeros(count + 1, jnp.int32).at[expert].add(1)[:count]
-    padded = -(-sizes // block) * block
-    starts, padded_starts = jnp.cumsum(sizes) - sizes, jnp.cumsum(padded) - padded
-    rank = (
-        jnp.zeros(pairs, jnp.int32)
-        .at[order]
-        .set(jnp.arange(pairs, dtype=jnp.int32), unique_indices=True)
-    )
-    inner = jnp.minimum(expert, count - 1)
-    places = jnp.where(expert < count, padded_starts[inner] + rank - starts[inner], rows)
-    owner = jnp.repeat(jnp.minimum(_owners(padded, rows // block, block), count - 1), block)
-    offset = jnp.arange(rows, dtype=jnp.int32) - padded_starts[owner]
-    is_pair = offset < sizes[owner]
-    pair = jnp.where(is_pair, order[jnp.where(is_pair, starts[owner] + offset, 0)], pairs)
-    return Groups(padded, block, pair // top_k, pair, places.reshape(chosen.shape))
-
-
-def _owners(sizes: Int[Array, "E"], blocks: int, block: int) -> Int[Array, "B"]:
-    """Returns the group of each block of rows; E for blocks after the last group."""
-    starts = block * jnp.arange(blocks, dtype=jnp.int32)
-    return (jnp.cumsum(sizes)[None] <= starts[:, None]).sum(1, dtype=jnp.int32)
+    return combine_rows(out, weights.astype(jnp.float32), groups)
 
 
 def _add_bias(y: Float[Array, "R O"], bias: Float[Array, "E O"], groups: Groups) -> jax.Array:
@@ -466,89 +389,9 @@ def _add_bias(y: Float[Array, "R O"], bias: Float[Array, "E O"], groups: Groups)
     adds in any order on GPUs.
     """
     blocks = y.reshape(-1, groups.block, y.shape[-1])
-    owners = _owners(groups.sizes, blocks.shape[0], groups.block)
+    owners = block_owners(groups.sizes, blocks.shape[0], groups.block)
     one_hot = jax.nn.one_hot(owners, bias.shape[0], dtype=y.dtype)
     return (blocks + _dot(one_hot, bias.astype(y.dtype), 1, 0)[:, None]).reshape(y.shape)
-
-
-@jax.custom_vjp
-def _take_rows(
-    x: Float[Array, "M D"], index: Int[Array, "R"], places: Int[Array, "M k"]
-) -> Float[Array, "R D"]:
-    """Returns the rows x[index]; any row for an index of M, since a fill would copy the result.
-
-    Args:
-      x: the rows.
-      index: the row of x for each row of the result.
-      places: the rows of the result that copy each row of x; R: none. The gradient gathers these
-        rows. JAX's own rule would scatter and add, in an order that is not deterministic on GPUs.
-    """
-    return jnp.take(x, index, axis=0, mode="clip")
-
-
-def _take_rows_forward(x, index, places):
-    return _take_rows(x, index, places), places
-
-
-def _take_rows_backward(places, dy):
-    return _sum_rows(dy, places).astype(dy.dtype), None, None
-
-
-_take_rows.defvjp(_take_rows_forward, _take_rows_backward)
-
-
-@jax.custom_vjp
-def _combine_rows(
-    rows: Float[Array, "R D"],
-    weights: Float[Array, "M k"],
-    places: tuple[Int[Array, "R"], Int[Array, "R"], Int[Array, "M k"]],
-) -> Float[Array, "M D"]:
-    """Returns the float32 sum of the rows of each token's pairs, times the weights of pairs.
-
-    Args:
-      rows: a row for each pair, grouped.
-      weights: those of the pairs.
-      places: `token`, `pair` and `places` of `Groups`.
-    """
-    return _sum_rows(rows, places[2], weights)
-
-
-def _combine_rows_forward(rows, weights, places):
-    return _combine_rows(rows, weights, places), (rows, weights, places)
-
-
-def _combine_rows_backward(saved, dy):
-    rows, weights, (token, pair, places) = saved
-    of_rows = jnp.take(weights.reshape(-1), pair, mode="fill", fill_value=0)[:, None]
-    of_rows *= jnp.take(dy.astype(rows.dtype), token, axis=0, mode="clip")
-    of_weights = [(dy * row).sum(-1) for row in _rows_of_tokens(rows, places)]
-    return of_rows.astype(rows.dtype), jnp.stack(of_weights, 1), None
-
-
-_combine_rows.defvjp(_combine_rows_forward, _combine_rows_backward)
-
-
-def _sum_rows(
-    rows: Float[Array, "R D"],
-    places: Int[Array, "M k"],
-    weights: Float[Array, "M k"] | None = None,
-) -> Float[Array, "M D"]:
-    """Returns the float32 sum of the rows at k places, times their weights; R: no row."""
-    total = jnp.zeros((len(places), rows.shape[1]), jnp.float32)
-    for number, row in enumerate(_rows_of_tokens(rows, places)):
-        total += row if weights is None else row * weights[:, number, None]
-    return total
-
-
-def _rows_of_tokens(rows: jax.Array, places: jax.Array) -> Iterator[Float[Array, "M D"]]:
-    """Yields the rows at the first, second, ... place of each token in float32; R: zeros.
-
-    One after the other, so that no float32 array of all k rows of a token exists. TPUs would also
-    pad its axis of k.
-    """
-    for place in places.T:
-        row = jnp.take(rows, place, axis=0, mode="clip").astype(jnp.float32)
-        yield jnp.where((place < len(rows))[:, None], row, 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -621,7 +464,7 @@ def _products(x, w, sizes, block, traced_count, *, transpose=False):
     if (kernels := gpu_kernels(x, w, block)) is not None:
 
         def by_kernel(x, w, sizes):
-            owners = _owners(sizes, x.shape[0] // block, block)
+            owners = block_owners(sizes, x.shape[0] // block, block)
             return kernels.products(x, w, owners, block=block, transpose=transpose)
 
         branches["cuda"] = by_kernel
@@ -641,7 +484,7 @@ def _ragged_products(x, w, sizes, *, transpose):
 
 def _block_products(x, w, sizes, *, block, traced_count, transpose):
     width = w.shape[1 if transpose else 2]
-    owners, count = _owners(sizes, x.shape[0] // block, block), w.shape[0]
+    owners, count = block_owners(sizes, x.shape[0] // block, block), w.shape[0]
 
     def multiply(index, out):
         owner = owners[index]
@@ -698,7 +541,7 @@ def _kernel_sums(x, dy, sizes, *, block, interpret=False):
 
 def _block_sums(x, dy, sizes, *, block, traced_count):
     count = sizes.shape[0]
-    owners = _owners(sizes, x.shape[0] // block, block)
+    owners = block_owners(sizes, x.shape[0] // block, block)
 
     def add(index, sums):
         owner = owners[index]

@@ -79,8 +79,9 @@ def mask_of(
     Both results, (seen, distance), are [heads, length, length]. `seen` is true where a query gives
     a key any weight; queries and keys are random, for patterns that choose by them. `distance` is a
     float, the difference of the positions that the pattern assigns to query and key. It is NaN
-    where nothing is seen, or where the queries choose and the pattern lists no pass for it. Under
-    Landmark attention every `block`-th token is a landmark, and one call reads `chunk` tokens.
+    where nothing is seen, or where the queries choose, the pattern moves keys and lists no pass for
+    this one. Under Landmark attention every `block`-th token is a landmark, and one call reads
+    `chunk` tokens.
     """
     check_integer("length", length, 2)
     check_integer("heads", heads, 1)
@@ -113,6 +114,8 @@ def mask_of(
             visible = np.broadcast_to(part.element(order[:, None], order[None]), apart.shape)
             distance[first : first + count, visible] = apart[visible]
             first += count
+    if not pattern.moves_keys:  # also keys that a query chooses keep their positions
+        distance = np.where(np.isnan(distance), order[:, None] - order[None], distance)
     # Keys from the cache were chosen, and moved close to the query: no distance is defined.
     distance[:, order[:, None] // chunk > order[None] // chunk] = np.nan
     distance[~seen] = np.nan

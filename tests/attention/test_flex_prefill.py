@@ -5,8 +5,8 @@ import dataclasses
 import attention_golden
 import jax
 import numpy as np
-import prefill_golden as golden
 import pytest
+import sparse_golden as golden
 
 from lcjax.attention import FlexPrefill
 from lcjax.errors import InputError

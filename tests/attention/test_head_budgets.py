@@ -8,8 +8,8 @@ import attention_golden
 import jax
 import jax.numpy as jnp
 import numpy as np
-import prefill_golden as golden
 import pytest
+import sparse_golden as golden
 from test_vertical_slash import naive, qkv
 from tiny_lm import ids, sharp_lm
 

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from prefill_golden import attend
+from sparse_golden import attend
 from tiny_lm import ids, sharp_lm
 
 from lcjax.attention import FlexPrefill, TriShape, XAttention

@@ -11,7 +11,7 @@ from tiny_lm import ids, sharp_lm, text
 
 from lcjax.attention import AttentionMetadata, Causal, KeepAll, Quest
 from lcjax.attention.cache import LayerShape, Tokens
-from lcjax.attention.quest import PagedCache
+from lcjax.attention.pages import PagedCache
 from lcjax.errors import InputError
 from lcjax.generation.sampling import Sampling
 from lcjax.generation.session import Session

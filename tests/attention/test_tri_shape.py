@@ -2,8 +2,8 @@
 
 import attention_golden
 import numpy as np
-import prefill_golden as golden
 import pytest
+import sparse_golden as golden
 
 from lcjax.attention import TriShape
 from lcjax.errors import InputError

@@ -3,8 +3,8 @@
 import attention_golden
 import jax
 import numpy as np
-import prefill_golden as golden
 import pytest
+import sparse_golden as golden
 
 from lcjax.attention import XAttention
 from lcjax.errors import InputError

@@ -9,6 +9,7 @@ from lcjax.attention import Sliding
 from lcjax.cost.liveness import peak_bytes
 from lcjax.models import Decoder, LayerKind, head, preset
 from lcjax.models.loss import cross_entropy
+from lcjax.models.mixer import GatedDeltaNet
 from lcjax.models.remat import policy
 from lcjax.parallel.sharding import Mesh
 
@@ -167,3 +168,12 @@ def test_layers_of_several_kinds_have_the_memory_that_the_cpu_compiler_gives_the
     config = preset("tiny").replace(num_layers=6, layers=kinds)
     estimated, compiled = estimated_and_compiled(config, 1024)
     assert estimated == pytest.approx(compiled, rel=0.05)
+
+
+@pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_stack_with_mixers_has_the_memory_that_the_cpu_compiler_gives_it(remat):
+    mixer = GatedDeltaNet(key_heads=4, value_heads=8, key_dim=32, value_dim=64)
+    kinds = LayerKind(3, mixer=mixer), LayerKind()
+    config = preset("tiny").replace(num_layers=4, layers=kinds, remat=remat, width=256)
+    estimated, compiled = estimated_and_compiled(config, 2048)
+    assert estimated == pytest.approx(compiled, rel=0.15)

@@ -25,11 +25,8 @@ from lcjax.models.experts import (
     _block_sums,
     _kernel_sums,
     apply_experts,
-    block_rows,
     gated,
-    group_rows,
     grouped_matmul,
-    max_blocks,
     mixture,
 )
 from lcjax.models.lora import LoRA
@@ -40,6 +37,7 @@ from lcjax.rope.positions import PlainPositions
 from lcjax.training.objective import language_model
 from lcjax.training.step import accumulate
 from pallas_kernels.backends.triton import grouped as triton
+from pallas_kernels.rows import block_rows, group_rows, max_blocks
 
 CONFIG = ModelConfig(
     *(64, 32, 48, 2, 4, 2, 8, 64),

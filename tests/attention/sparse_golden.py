@@ -1,4 +1,4 @@
-"""Golden cases of sparse attention of prompts: `tests/golden/sparse_attention_prefill.md`."""
+"""The golden cases of attention chosen by the data: `tests/golden/sparse_attention.md`."""
 
 import functools
 import json
@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from attention_golden import FOLDER
 
-from lcjax.attention import AttentionMetadata
+from lcjax.attention import AttentionMetadata, order_indices
 from lcjax.attention.prompt_blocks import PromptHead
 from lcjax.rope.rotation import no_rotation
 
-FILE = FOLDER / "sparse_attention_prefill.json"
+FILE = FOLDER / "sparse_attention.json"
+_BY_HEAD = {"q", "k", "v", "cotangent", "dq", "dk", "dv"}
 
 
 @functools.cache
@@ -22,14 +23,26 @@ def params(case):
 
 @functools.cache
 def arrays(case):
-    """The arrays of a case; q, k, v and outputs as [batch, time, heads, size]."""
+    """The arrays of a case; q, k, v, outputs and gradients as [batch, time, heads, size]."""
     with np.load(FILE.with_suffix(".npz")) as data:
         names = [name for name in data.files if name.startswith(f"{case}.")]
         found = {name.removeprefix(f"{case}."): data[name] for name in names}
     return {
-        name: x.swapaxes(1, 2) if name in ("q", "k", "v") or name.startswith("out") else x
+        name: x.swapaxes(1, 2) if name in _BY_HEAD or name.startswith("out") else x
         for name, x in found.items()
     }
+
+
+def metadata(params: dict) -> AttentionMetadata:
+    """Returns the metadata of a case, whose positions are not rotated."""
+    ends = params["cu_seqlens"]
+    lengths = np.diff(ends)
+    segments = jnp.asarray(np.repeat(np.arange(1, len(ends)), lengths)[None], jnp.int32)
+    index = order_indices(segments)
+    if len(lengths) == 1:
+        return AttentionMetadata(index, index)
+    documents = {"q_segments": segments, "k_segments": segments}
+    return AttentionMetadata(index, index, q_index=index, k_index=index, **documents)
 
 
 @functools.partial(jax.jit, static_argnums=0)

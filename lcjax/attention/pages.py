@@ -1,0 +1,193 @@
+"""Caches whose tokens read a few pages of keys, which they choose by a summary of each page."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from lcjax.attention.base import attend_by_head, rotate_queries
+from lcjax.attention.cache import Arrays, FullCache, LayerShape, View
+from lcjax.attention.causal import Causal
+from lcjax.errors import InputError
+
+
+class PageReader(abc.ABC):
+    """What chooses pages: a method of a cache, such as Quest, or a pattern, such as MoBA.
+
+    Attributes:
+      page: tokens of a page. Pages count the tokens of a row from its first one.
+      num_pages: number of pages that a token reads.
+      exact_layers: first layers that read all pages.
+      chooses_by_query_head: whether each query head chooses, or those of a key head together.
+      setting: the key and value of a config that select it, for errors.
+    """
+
+    page: int
+    num_pages: int
+    exact_layers: int = 0
+    chooses_by_query_head: bool
+    setting: ClassVar[str]
+
+    @abc.abstractmethod
+    def summary_dtypes(self, layer: LayerShape) -> dict[str, jnp.dtype]:
+        """Returns the names of the summaries of a page, and their dtypes in a layer."""
+
+    @abc.abstractmethod
+    def summarise(
+        self, keys: Float[Array, "B K P page H"], is_token: Bool[Array, "B 1 P page 1"]
+    ) -> dict[str, Float[Array, "B K P H"]]:
+        """Returns the summaries of pages with these keys, some of which are no tokens."""
+
+    @abc.abstractmethod
+    def choose_pages(
+        self,
+        q: Float[Array, "B N H"],
+        summaries: dict[str, Float[Array, "B K P H"]],
+        last: Int[Array, " B"],
+    ) -> tuple[Int[Array, "B h M"], Bool[Array, "B h M"]]:
+        """Returns the pages that a token of each row reads, and whether each is one.
+
+        Args:
+          q: rotated queries.
+          summaries: those of all pages.
+          last: order index of the token.
+        """
+
+
+@dataclass(frozen=True)
+class PagedCache(FullCache):
+    """All keys and values, and summaries [B, K, P, H] of the keys of each page.
+
+    A page begins at an order index, not at a slot, so that padding does not move pages. A call
+    computes the summaries of the pages of its tokens from their keys. Summaries of pages behind the
+    last token may be out of date after a text was cut; they are not read before they are computed
+    anew. Tokens that are read one by one read the chosen pages; several at once attend as the
+    pattern of the layer says.
+    """
+
+    holds_keys_only: ClassVar[bool] = False
+    continues: ClassVar[bool] = False  # its pages would begin anew
+    shares_slots: ClassVar[bool] = False  # a page has consecutive keys
+    differs_by_layer: ClassVar[bool] = True
+
+    reader: PageReader
+
+    def for_layer(self, layer, num_layers):
+        is_exact = layer < self.reader.exact_layers
+        return FullCache(rotated=self.rotated) if is_exact else self
+
+    def fit(self, length, chunk):
+        if not self.rotated:
+            raise InputError(
+                f"{self.reader.setting} summarises keys that are rotated, and exact=True rotates"
+                " them again while the text grows; leave one of the two out"
+            )
+        return self if self._chooses(length) else FullCache(), length
+
+    def _chooses(self, length: int) -> bool:
+        """Returns whether a text of `length` tokens has more pages than a query reads."""
+        return self.reader.num_pages < self._num_pages(length)
+
+    def _num_pages(self, slots: int) -> int:
+        return -(-slots // self.reader.page)
+
+    def num_visible(self, length, tokens):
+        return min(length, self.reader.num_pages * self.reader.page) if tokens == 1 else length
+
+    def num_multiplied(self, length, tokens):
+        # At most two products with the summaries of a page cost what a key costs, a logit and a
+        # weighted value.
+        summaries = self._num_pages(length) if tokens == 1 and self._chooses(length) else 0
+        return self.num_visible(length, tokens) + summaries
+
+    def read_arrays(self, layer, length, tokens, devices=1):
+        if tokens > 1 or not self._chooses(length):
+            return super().arrays(layer, length)
+        by_query_head = self.reader.chooses_by_query_head
+        choices = layer.num_heads // layer.num_kv_heads if by_query_head else 1
+        keys = min(length, choices * self.num_visible(length, tokens))
+        return super().arrays(layer, keys) | self._summaries(layer, length)
+
+    def after_prompt(self, length):
+        return self.fit(length, None)
+
+    def arrays(self, layer, slots):
+        return super().arrays(layer, slots) | self._summaries(layer, slots)
+
+    def _summaries(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shapes and dtypes of the summaries of the pages of `slots` slots."""
+        shape = layer.num_kv_heads, self._num_pages(slots), layer.head_dim
+        dtypes = self.reader.summary_dtypes(layer)
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+
+    def branch(self, arrays, pick):
+        picked = super().branch({name: arrays[name] for name in ("keys", "values")}, pick)
+        *_, slots, _ = picked["keys"].shape
+        pages = jnp.arange(self._num_pages(slots))
+
+        def copy(x):
+            x = jnp.take(x, pages, axis=-2, mode="fill", fill_value=0)
+            return jnp.broadcast_to(x, (*picked["keys"].shape[:-2], *x.shape[-2:]))
+
+        return picked | {name: copy(x) for name, x in arrays.items() if name not in picked}
+
+    def attend(self, arrays, q, k, v, pattern, view, metadata):
+        arrays = arrays | self.append(arrays, k, v, pattern, view, metadata)
+        keys, values = arrays["keys"], arrays["values"]
+        places = _slots_by_order(view, self._num_pages(keys.shape[2]) * self.reader.page)
+        arrays = arrays | self._summaries_of_new(arrays, view, places)
+        if q.shape[1] == 1:
+            return self._read_pages(arrays, q, view, places, metadata), arrays
+        return pattern.attend(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), metadata), arrays
+
+    def _summaries_of_new(self, arrays: Arrays, view: View, places: Int[Array, "B S"]) -> Arrays:
+        """Returns summaries with those of the pages of the new tokens."""
+        size, index = self.reader.page, view.new.index
+        count = (index.shape[1] - 1) // size + 2  # pages that new tokens may lie in
+        pages = jnp.maximum(index[:, :1], 0) // size + jnp.arange(count)
+        order = (pages[..., None] * size + jnp.arange(size)).reshape(len(pages), -1)
+        keys = _gather(arrays["keys"], jnp.take_along_axis(places, order, 1, mode="clip")[:, None])
+        keys = keys.reshape(*keys.shape[:2], count, size, -1)
+        is_token = (order <= index[:, -1:]).reshape(-1, 1, count, size, 1)
+        new = self.reader.summarise(keys, is_token)
+        rows = jnp.arange(len(pages))[:, None]
+
+        def write(name, new):
+            inside = jnp.where(is_token[:, 0, :, 0, 0], pages, arrays[name].shape[2])
+            return arrays[name].at[rows, :, inside].set(new.swapaxes(1, 2), mode="drop")
+
+        return {name: write(name, x) for name, x in new.items()}
+
+    def _read_pages(self, arrays: Arrays, q, view: View, places, metadata):
+        """Computes attention of one token of each row over the pages that it chooses."""
+        size, last = self.reader.page, view.new.index[:, -1]
+        rotated = rotate_queries(q, metadata.q_positions, metadata.rotation)[:, 0]
+        pages, is_page = self.reader.choose_pages(rotated, arrays, last)
+        order = pages[..., None] * size + jnp.arange(size)
+        is_token = is_page[..., None] & (order <= last[:, None, None, None])
+        order = jnp.where(is_token, order, -1).reshape(*order.shape[:2], -1)
+        slots = jax.vmap(lambda places, order: places[order])(places, jnp.maximum(order, 0))
+        pair = (_gather(arrays[name], slots) for name in ("keys", "values"))
+        return attend_by_head(q, *pair, order, Causal(), metadata)
+
+
+def _slots_by_order(view: View, length: int) -> Int[Array, "B length"]:
+    """Returns the slot of the token with order index 0, 1, ... of each row."""
+    slots = view.slots
+    order = jnp.where(slots.segments != 0, slots.index, length)
+    rows, places = jnp.arange(len(order))[:, None], jnp.arange(order.shape[1], dtype=jnp.int32)
+    zeros = jnp.zeros((len(order), length), jnp.int32)
+    return zeros.at[rows, order].set(places, mode="drop")
+
+
+def _gather(x: Float[Array, "B K S H"], slots: Int[Array, "B h M"]) -> Float[Array, "B h M H"]:
+    """Returns the entries in `slots`; h is 1, or a multiple of K: some for each query head."""
+    rows, heads, _, size = x.shape
+    count, length = max(slots.shape[1], heads), slots.shape[2]
+    slots = jnp.broadcast_to(slots, (rows, count, length)).reshape(rows, heads, -1, 1)
+    return jnp.take_along_axis(x, slots, axis=2).reshape(rows, count, length, size)
