@@ -110,7 +110,8 @@ def estimate(name: str, topology: str, program: str) -> tuple[float, float, floa
     per_key = 4 * model.num_heads * model.head_dim * model.num_layers
     by_kernels = 0
     if model.experts is not None and platform != "cpu":
-        by_kernels = 6 * model.experts.top_k * model.width * model.expert_width * model.num_layers
+        layers = sum(count for layer, count in model.layer_counts if layer.experts is not None)
+        by_kernels = 6 * model.experts.top_k * model.width * model.expert_width * layers
     if program.startswith("train"):
         memory = training.training_memory(run, model, shape, platform)
         by_kernels += per_key * resources.visible_keys(model, length)

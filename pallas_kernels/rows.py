@@ -1,8 +1,8 @@
 """Pairs of a token and one of its choices, such as an expert or a block of keys, grouped by choice.
 
 Each pair is a row of an array. Rows with the same choice lie together and fill whole blocks, so
-that a kernel computes a block with one matrix or one block of keys. Rows are moved by gathers only,
-forward and backward, so results do not depend on the order in which a device adds numbers.
+that a kernel computes a block with one matrix or one block of keys. Floats are moved by gathers
+only, forward and backward, so results do not depend on the order in which a device adds numbers.
 
 Letters: M tokens, k choices of each, E possible choices, R rows.
 """
@@ -109,8 +109,9 @@ def take_rows(
     Args:
       x: the rows.
       index: the row of x for each row of the result.
-      places: the rows of the result that copy each row of x; R: none. The gradient gathers these
-        rows. JAX's own rule would scatter and add, in an order that is not deterministic on GPUs.
+      places: the rows of the result that copy each row of x; R: no such row. The gradient gathers
+        these rows. JAX's own rule would scatter and add, in an order that is not deterministic on
+        GPUs.
     """
     return jnp.take(x, index, axis=0, mode="clip")
 

@@ -266,6 +266,8 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     is_causal: ClassVar[bool] = True
     # Whether tokens may be evicted from a cache: every token sees all tokens before it.
     allows_eviction: ClassVar[bool] = False
+    # Copies of the queries and outputs that a layer holds at a time, beside one
+    query_copies: ClassVar[int] = 0
     # Whether a layer has a trained gate for each key head (`AttentionMetadata.head_gates`).
     has_head_gates: ClassVar[bool] = False
     # Whether the model reads texts with inserted tokens (`inserted_tokens`).
@@ -298,6 +300,11 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     def is_position_based(self) -> bool:
         """Whether visibility depends on order indices alone, so tokens may be in any order."""
         return type(self).attend is Pattern.attend
+
+    @property
+    def supports_soft_cap(self) -> bool:
+        """Whether logits may be capped (`AttentionMetadata.soft_cap`)."""
+        return self.is_position_based
 
     @abc.abstractmethod
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
@@ -402,8 +409,14 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         """Raises an InputError for inputs that the pattern does not support.
 
         These are a bias for a pattern that supports only rope, rotated keys for a pattern that
-        moves keys, and extra partials for a pattern whose visible keys depend on the data.
+        moves keys, extra partials for a pattern whose visible keys depend on the data, and a soft
+        cap for one that does not cap logits.
         """
+        if metadata.soft_cap is not None and not self.supports_soft_cap:
+            raise InputError(
+                f"pattern {self!r} does not cap logits (soft_cap={metadata.soft_cap}); use a"
+                " pattern that chooses keys by their position alone, or moba"
+            )
         if metadata.bias is not None and self.encodings == ("rope",):
             raise InputError(
                 f"pattern {self!r} places tokens itself and takes no bias of the logits"

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention.base import AttentionMetadata, Pass, Pattern
-from lcjax.attention.prompt_blocks import PromptHead, attend_blocks
+from lcjax.attention.base import Pattern
+from lcjax.attention.prompt_blocks import PromptBlocks, PromptHead
 from lcjax.errors import Interval, NonNegativeFloat, PositiveInt
-from pallas_kernels import causal, gather
+from pallas_kernels import gather
 
 # Entries that are counted as one block when budgets are computed, whatever `block` is, as in the
 # released code.
@@ -25,7 +25,7 @@ _COUNTED = 128
 
 @Pattern.register_subclass("flex_prefill")
 @dataclass(frozen=True)
-class FlexPrefill(Pattern):
+class FlexPrefill(PromptBlocks):
     """Each head of a prompt sees columns and diagonals of blocks, or the best pairs of blocks.
 
     The last `block` queries are probes. Their mean attention to each block of keys is compared with
@@ -51,30 +51,16 @@ class FlexPrefill(Pattern):
     """
 
     examples = ({"block": 8, "min_budget": 8},)
-    needs_whole_prompt = True
-    is_causal = False
-
     gamma: Annotated[float, Interval(above=0, most=1)] = 0.9  # share of attention that is kept
     tau: NonNegativeFloat = 0.1  # divergence below which a head is query-aware; 0: no head is
     block: PositiveInt = 128  # tokens of a block
     min_budget: PositiveInt = 1024  # least tokens of columns, and of diagonals (512 to 1,024)
 
-    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
-        """Returns a pass of full attention, which calls with fewer than `block` queries use."""
-        return [Pass(metadata.q_positions, metadata.k_positions, causal())]
-
-    def attend(self, q, k, v, metadata):
-        if q.shape[1] < self.block:
-            return super().attend(q, k, v, metadata)
-        self.check_metadata(metadata)
-        return attend_blocks(q, k, v, metadata, self.block, self._choose)
-
     @property
     def _least_blocks(self) -> int:
         return -(-self.min_budget // self.block)
 
-    def _choose(self, head: PromptHead) -> Bool[Array, "nq nk"]:
-        """Returns which blocks of keys each block of queries sees; see `attend_blocks`."""
+    def choose(self, head: PromptHead) -> Bool[Array, "nq nk"]:
         own = head.first // self.block + jnp.arange(len(head.q) // self.block)
         probed, is_query_aware = self._probe(head)
         visible = self._vertical_slash(probed, own, is_query_aware)

@@ -31,13 +31,15 @@ class MoBA(Pattern, PageReader):
 
     Blocks of `block` tokens count from the first token of a document. Each query head scores a past
     block by the product of its query and the mean of the block's keys, both rotated, in float32
-    (sec. 2.2), and reads the `top_k - 1` best blocks and its own in one softmax. Of blocks whose
-    scores are equal up to rounding the later ones are read. A token with fewer past blocks reads
-    all of them, so a text of up to `block` x `top_k` tokens has full attention.
+    (sec. 2.2), and reads the `top_k - 1` best blocks and its own in one softmax. Scores that differ
+    by less than 2^-12 of |q| |mean| (2^-10 in bfloat16) count as equal, and of equal blocks the
+    later ones are read. A token with fewer past blocks reads all of them, so a text of up to
+    `block` x `top_k` tokens has full attention.
 
     There are no parameters: a model with full attention can go on with MoBA and back at any step,
-    for all layers or some (`model.layers`). The choice has no gradient. A generated token reads
-    `top_k` blocks of the cache, too; the released code reads all keys there.
+    for all layers or some (`model.layers`). The choice has no gradient. Each head of a generated
+    token reads `top_k` blocks of the cache, too; the released code reads all keys there. A layer
+    holds `top_k - 1` copies of its queries and outputs at a time.
 
     The paper continues Llama 3.1 8B to a million tokens with blocks of 4,096 and 12 of them, and
     full attention in the last 3 layers (sec. 3.3).
@@ -57,6 +59,14 @@ class MoBA(Pattern, PageReader):
     @property
     def num_pages(self) -> int:
         return self.top_k
+
+    @property
+    def supports_soft_cap(self) -> bool:
+        return True
+
+    @property
+    def query_copies(self) -> int:
+        return self.top_k - 1
 
     @property
     def layer_cache(self) -> LayerCache:
@@ -179,7 +189,7 @@ class MoBA(Pattern, PageReader):
         scores = scores.reshape(rows, heads, -1)
         return gather.best(scores, self.top_k - 1, is_past[:, None], margin)
 
-    # What a `PagedCache` asks
+    # The choice of a generated token, for `PagedCache`
 
     def summary_dtypes(self, layer):
         return {"means": jnp.dtype("float32")}
@@ -263,7 +273,7 @@ def _with_chosen(
     """Returns attention over the own block, whose partial is given, and the chosen blocks.
 
     Every pair of a query and a chosen block is a row. Rows of one block of keys lie together and
-    fill blocks of queries, so that kernels test no element and visit no other key.
+    fill blocks of queries, so that kernels need no mask and visit no other key.
     """
     count, pairs = k.shape[1] // block, chosen.shape[2] * chosen.shape[3]
     rows = 128 if pairs >= 256 * count else 16  # of a block of queries

@@ -14,6 +14,7 @@ from lcjax.attention.base import attend_by_head, rotate_queries
 from lcjax.attention.cache import Arrays, FullCache, LayerShape, View
 from lcjax.attention.causal import Causal
 from lcjax.errors import InputError
+from pallas_kernels import gather, merge
 
 
 class PageReader(abc.ABC):
@@ -66,8 +67,9 @@ class PagedCache(FullCache):
     A page begins at an order index, not at a slot, so that padding does not move pages. A call
     computes the summaries of the pages of its tokens from their keys. Summaries of pages behind the
     last token may be out of date after a text was cut; they are not read before they are computed
-    anew. Tokens that are read one by one read the chosen pages; several at once attend as the
-    pattern of the layer says.
+    anew. A token that is alone in its call reads the pages that it chooses; those of a longer call
+    attend as the pattern of the layer says. If the chosen keys of all heads are as many as the
+    cache has, they are not copied: the call reads all keys and hides the others.
     """
 
     holds_keys_only: ClassVar[bool] = False
@@ -82,12 +84,14 @@ class PagedCache(FullCache):
         return FullCache(rotated=self.rotated) if is_exact else self
 
     def fit(self, length, chunk):
+        if not self._chooses(length):
+            return FullCache(rotated=self.rotated), length
         if not self.rotated:
             raise InputError(
                 f"{self.reader.setting} summarises keys that are rotated, and exact=True rotates"
                 " them again while the text grows; leave one of the two out"
             )
-        return self if self._chooses(length) else FullCache(), length
+        return self, length
 
     def _chooses(self, length: int) -> bool:
         """Returns whether a text of `length` tokens has more pages than a query reads."""
@@ -108,10 +112,13 @@ class PagedCache(FullCache):
     def read_arrays(self, layer, length, tokens, devices=1):
         if tokens > 1 or not self._chooses(length):
             return super().arrays(layer, length)
-        by_query_head = self.reader.chooses_by_query_head
-        choices = layer.num_heads // layer.num_kv_heads if by_query_head else 1
-        keys = min(length, choices * self.num_visible(length, tokens))
+        keys = min(length, self._choices(layer) * self.num_visible(length, tokens))
         return super().arrays(layer, keys) | self._summaries(layer, length)
+
+    def _choices(self, layer: LayerShape) -> int:
+        """Returns how many choices the query heads of a key head make."""
+        by_query_head = self.reader.chooses_by_query_head
+        return layer.num_heads // layer.num_kv_heads if by_query_head else 1
 
     def after_prompt(self, length):
         return self.fit(length, None)
@@ -148,10 +155,11 @@ class PagedCache(FullCache):
     def _summaries_of_new(self, arrays: Arrays, view: View, places: Int[Array, "B S"]) -> Arrays:
         """Returns summaries with those of the pages of the new tokens."""
         size, index = self.reader.page, view.new.index
-        count = (index.shape[1] - 1) // size + 2  # pages that new tokens may lie in
+        # Pages that new tokens may lie in
+        count = 1 if index.shape[1] == 1 else (index.shape[1] - 1) // size + 2
         pages = jnp.maximum(index[:, :1], 0) // size + jnp.arange(count)
         order = (pages[..., None] * size + jnp.arange(size)).reshape(len(pages), -1)
-        keys = _gather(arrays["keys"], jnp.take_along_axis(places, order, 1, mode="clip")[:, None])
+        keys = _entries(arrays["keys"], jnp.take_along_axis(places, order, 1, mode="clip")[:, None])
         keys = keys.reshape(*keys.shape[:2], count, size, -1)
         is_token = (order <= index[:, -1:]).reshape(-1, 1, count, size, 1)
         new = self.reader.summarise(keys, is_token)
@@ -168,12 +176,53 @@ class PagedCache(FullCache):
         size, last = self.reader.page, view.new.index[:, -1]
         rotated = rotate_queries(q, metadata.q_positions, metadata.rotation)[:, 0]
         pages, is_page = self.reader.choose_pages(rotated, arrays, last)
+        keys, values = arrays["keys"], arrays["values"]
+        if pages.shape[1] // keys.shape[1] * pages.shape[2] * size >= keys.shape[2]:
+            # Copies of the chosen keys would be more than all keys, which are read in place.
+            is_read = jax.vmap(jax.vmap(_is_listed, (0, 0, None)), (0, 0, None))
+            is_read = is_read(pages, is_page, -(-keys.shape[2] // size))
+            index = jnp.where(view.slots.segments != 0, view.slots.index, -1)
+            visible = jnp.take_along_axis(is_read, jnp.maximum(index, 0)[:, None] // size, axis=2)
+            visible &= ((index >= 0) & (index <= last[:, None]))[:, None]
+            partial = _attend_to_visible(rotated, keys, values, visible, metadata.soft_cap)
+            return merge([partial, *metadata.extra_partials])[0]
         order = pages[..., None] * size + jnp.arange(size)
         is_token = is_page[..., None] & (order <= last[:, None, None, None])
         order = jnp.where(is_token, order, -1).reshape(*order.shape[:2], -1)
         slots = jax.vmap(lambda places, order: places[order])(places, jnp.maximum(order, 0))
-        pair = (_gather(arrays[name], slots) for name in ("keys", "values"))
+        pair = (_entries(x, slots) for x in (keys, values))
         return attend_by_head(q, *pair, order, Causal(), metadata)
+
+
+def _is_listed(pages: Int[Array, " M"], is_page: Bool[Array, " M"], count: int) -> Array:
+    """Returns whether each of `count` pages is one of `pages`, bool [P]."""
+    return jnp.zeros(count, bool).at[jnp.where(is_page, pages, count)].set(True, mode="drop")
+
+
+def _attend_to_visible(
+    q: Float[Array, "B N H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S H"],
+    visible: Bool[Array, "B h S"],
+    soft_cap: float | None,
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
+    """Returns the partial of one token of each row over the keys that each head sees."""
+    rows, heads, size = q.shape
+    kv_heads, slots = keys.shape[1:3]
+    q = q.reshape(rows, kv_heads, -1, size)
+    visible = visible.reshape(rows, kv_heads, -1, slots)
+    logits = gather.einsum("BKGH,BKSH->BKGS", q, keys.astype(q.dtype)) * size**-0.5
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    logits = jnp.where(visible, logits, -jnp.inf)
+    largest = logits.max(-1, keepdims=True)
+    largest = jnp.where(largest > -jnp.inf, largest, 0)
+    weights = jnp.exp(logits - largest)
+    total = weights.sum(-1, keepdims=True)
+    out = gather.einsum("BKGS,BKSH->BKGH", weights.astype(values.dtype), values)
+    out = (out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)).astype(q.dtype)
+    lse = (largest + jnp.log(total))[..., 0]
+    return out.reshape(rows, 1, heads, -1), lse.reshape(rows, 1, heads)
 
 
 def _slots_by_order(view: View, length: int) -> Int[Array, "B length"]:
@@ -185,7 +234,7 @@ def _slots_by_order(view: View, length: int) -> Int[Array, "B length"]:
     return zeros.at[rows, order].set(places, mode="drop")
 
 
-def _gather(x: Float[Array, "B K S H"], slots: Int[Array, "B h M"]) -> Float[Array, "B h M H"]:
+def _entries(x: Float[Array, "B K S H"], slots: Int[Array, "B h M"]) -> Float[Array, "B h M H"]:
     """Returns the entries in `slots`; h is 1, or a multiple of K: some for each query head."""
     rows, heads, _, size = x.shape
     count, length = max(slots.shape[1], heads), slots.shape[2]

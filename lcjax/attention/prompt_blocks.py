@@ -7,15 +7,16 @@ pattern choose blocks there, and moves the outputs back.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention.base import AttentionMetadata, rotate_qk
+from lcjax.attention.base import AttentionMetadata, Pass, Pattern, rotate_qk
 from pallas_kernels import causal, flash, tables
 
 
@@ -42,6 +43,32 @@ class PromptHead(NamedTuple):
     is_query: Bool[Array, " T"]
     is_key: Bool[Array, " S"]
     first: Int[Array, ""]
+
+
+class PromptBlocks(Pattern):
+    """A pattern whose blocks of queries choose blocks of keys, in prompts only.
+
+    Calls with fewer than `block` queries, such as decoding, see all keys.
+    """
+
+    needs_whole_prompt: ClassVar[bool] = True
+    is_causal: ClassVar[bool] = False
+
+    block: int  # tokens of a block
+
+    @abc.abstractmethod
+    def choose(self, head: PromptHead) -> Bool[Array, "nq nk"]:
+        """Returns which blocks of keys each block of queries sees; see `attend_blocks`."""
+
+    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
+        """Returns a pass of full attention."""
+        return [Pass(metadata.q_positions, metadata.k_positions, causal())]
+
+    def attend(self, q, k, v, metadata):
+        if q.shape[1] < self.block:
+            return super().attend(q, k, v, metadata)
+        self.check_metadata(metadata)
+        return attend_blocks(q, k, v, metadata, self.block, self.choose)
 
 
 def attend_blocks(
@@ -143,7 +170,6 @@ def _attend(prompt: BlockedPrompt, metadata: AttentionMetadata, block: int, choo
             prompt.v,
             causal(),
             table=tables.from_block_mask(visible, q_block=block, k_block=block),
-            soft_cap=metadata.soft_cap,
             q_index=prompt.first[:, None] + jnp.arange(prompt.q.shape[1], dtype=jnp.int32),
             k_index=jnp.arange(prompt.k.shape[1], dtype=jnp.int32),
             q_segments=prompt.is_query.astype(jnp.int32),
@@ -154,7 +180,7 @@ def _attend(prompt: BlockedPrompt, metadata: AttentionMetadata, block: int, choo
 
 
 def _map_heads(choose, prompt: BlockedPrompt) -> Bool[Array, "B N nq nk"]:
-    """Applies `choose` to one head of one row after another, which bounds memory."""
+    """Applies `choose` to one head of one row after another: scores of one exist at a time."""
     q, k = (lax.stop_gradient(x) for x in (prompt.q, prompt.k))  # a choice has no gradient
     rows, heads, group = q.shape[0], q.shape[2], q.shape[2] // k.shape[2]
 

@@ -37,6 +37,10 @@ class TriShape(Pattern):
     window: PositiveInt = 3968  # visible near tokens, the token itself included
     last: PositiveInt = 100  # queries that see all tokens before them
 
+    @property
+    def supports_soft_cap(self) -> bool:
+        return True
+
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         """Returns the A-shape, and the other tokens, which only the last queries see."""
         near = window(self.window) | prefix(self.sinks)

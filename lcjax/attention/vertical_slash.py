@@ -166,15 +166,20 @@ def read_head_budgets(file: str) -> tuple[tuple[SparseHead, ...], ...]:
       InputError: it is no such file.
     """
     try:
-        layers = json.loads(to_path(file).read_text())
-        heads = [[layer[str(head)] for head in range(len(layer))] for layer in layers]
-        return tuple(tuple(SparseHead(*head[:3]) for head in layer) for layer in heads)
+        return _parse_head_budgets(to_path(file).read_text())
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = f"no head {error}" if isinstance(error, KeyError) else error
         raise InputError(
             f"pattern.file={file} is no list of layers {{head: [kind, vertical, slash, score]}}"
             f" ({reason}); give a JSON file of MInference, or of search_head_budgets"
         ) from None
+
+
+@functools.lru_cache(maxsize=4)  # each layer of a model reads the same text
+def _parse_head_budgets(text: str) -> tuple[tuple[SparseHead, ...], ...]:
+    layers = json.loads(text)
+    heads = [[layer[str(head)] for head in range(len(layer))] for layer in layers]
+    return tuple(tuple(SparseHead(*head[:3]) for head in layer) for layer in heads)
 
 
 def _attend_vertical_slash(q, k, v, metadata: AttentionMetadata, budgets: list[SparseHead]):

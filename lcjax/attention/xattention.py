@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention.base import AttentionMetadata, Pass, Pattern
-from lcjax.attention.prompt_blocks import PromptHead, attend_blocks
+from lcjax.attention.base import Pattern
+from lcjax.attention.prompt_blocks import PromptBlocks, PromptHead
 from lcjax.errors import InputError, PositiveFloat, PositiveInt
-from pallas_kernels import causal, gather
+from pallas_kernels import gather
 
 
 @Pattern.register_subclass("xattention")
 @dataclass(frozen=True)
-class XAttention(Pattern):
+class XAttention(PromptBlocks):
     """A block of a prompt's queries sees the fewest key blocks with most of its attention.
 
     Tokens are divided into runs of S = `stride`. The logit of query run a and key run c is the sum
@@ -45,9 +45,6 @@ class XAttention(Pattern):
     """
 
     examples = ({"threshold": 0.7, "stride": 2, "block": 8},)
-    needs_whole_prompt = True
-    is_causal = False
-
     # Share of the estimated attention that chosen blocks reach (the paper's 0.9); above 1: all
     threshold: PositiveFloat = 0.9
     stride: PositiveInt = 8  # tokens of a run; 8 or 16 in the paper
@@ -62,18 +59,7 @@ class XAttention(Pattern):
                 f" the next one is {least}"
             )
 
-    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
-        """Returns a pass of full attention, which calls with fewer than `block` queries use."""
-        return [Pass(metadata.q_positions, metadata.k_positions, causal())]
-
-    def attend(self, q, k, v, metadata):
-        if q.shape[1] < self.block:
-            return super().attend(q, k, v, metadata)
-        self.check_metadata(metadata)
-        return attend_blocks(q, k, v, metadata, self.block, self._choose)
-
-    def _choose(self, head: PromptHead) -> Bool[Array, "nq nk"]:
-        """Returns which blocks of keys each block of queries sees; see `attend_blocks`."""
+    def choose(self, head: PromptHead) -> Bool[Array, "nq nk"]:
         sums, own = self._block_sums(head)
         ids = jnp.arange(sums.shape[1])
         forced = (ids == own[:, None]) | (ids == 0)

@@ -509,11 +509,12 @@ def generation_memory(
 def _channels(layer: ModelConfig, tokens: int) -> float:
     """Returns the numbers of each of `tokens` at the widest moment of a layer.
 
-    They are two activations of the MLP; or q, k, v and the output of attention; or those of a
-    mixer; or of the experts of a token the inputs and both activations, or the outputs, in rows
-    that fill blocks and in the order of tokens.
+    They are two activations of the MLP; or q, k, v and the output of attention, with the copies
+    that the pattern makes; or those of a mixer; or of the experts of a token the inputs and both
+    activations, or the outputs, in rows that fill blocks and in the order of tokens.
     """
-    widest = 2 * (layer.num_heads + layer.num_kv_heads) * layer.head_dim
+    copies = 1 + layer.pattern.query_copies
+    widest = 2 * (copies * layer.num_heads + layer.num_kv_heads) * layer.head_dim
     if layer.mixer is not None:
         widest = layer.mixer.channels
     if (experts := layer.experts) is None:

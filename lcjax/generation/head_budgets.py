@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from lcjax.attention import Pattern
+from lcjax.attention import Causal, Pattern
 from lcjax.attention.base import rotate_qk
 from lcjax.attention.vertical_slash import CANDIDATES, SparseHead, best_budgets, kept_attention
 from lcjax.errors import InputError
@@ -71,10 +71,11 @@ def head_budgets(
     """
     config = lm.config
     ids = check_token_ids("text", text, config.vocab_size)
-    if config.memory is not None or config.pattern.inserts_tokens or config.mixers:
+    plain = all(type(pattern) is Causal for pattern in config.patterns)
+    if not plain or config.memory is not None or config.mixers or config.attention_soft_cap:
         raise InputError(
-            "head budgets are searched in layers that all attend to a plain text; give a model"
-            " without memory, inserted tokens and mixers"
+            "head budgets are searched in layers that all have full attention; give a model under"
+            " pattern causal, without memory, mixers and attention_soft_cap"
         )
     if len(ids) <= start:
         raise InputError(

@@ -184,7 +184,7 @@ def unpadded_chunks(length: int, chunk: int) -> list[int]:
     """Splits `length` into whole chunks, at most three of each power of four, and one of 2 to 5.
 
     A chunk has a single token only if `length` or `chunk` is as small, since caches may read it as
-    a generated token (`lcjax.attention.quest`).
+    a generated token (`lcjax.attention.pages`).
     """
     sizes, size = [chunk] * (length // chunk), 1
     rest = length % chunk

@@ -223,8 +223,11 @@ class ModelConfig:
             self._check_cache()
         if self.weights is not None:
             self._check_weights()
-        for field in ("attention_soft_cap", "attention_sinks"):
-            if getattr(self, field) and not (self.is_position_based and self.position == "rope"):
+        caps = all(pattern.supports_soft_cap for pattern in self.patterns)
+        for field, is_defined in (
+            ("attention_soft_cap", caps), ("attention_sinks", self.is_position_based)
+        ):  # fmt: skip
+            if getattr(self, field) and not (is_defined and self.position == "rope"):
                 raise InputError(
                     f"model.{field} is not defined under pattern"
                     f" {', '.join(map(repr, self.patterns))} with position={self.position}; take a"

@@ -79,9 +79,8 @@ def mask_of(
     Both results, (seen, distance), are [heads, length, length]. `seen` is true where a query gives
     a key any weight; queries and keys are random, for patterns that choose by them. `distance` is a
     float, the difference of the positions that the pattern assigns to query and key. It is NaN
-    where nothing is seen, or where the queries choose, the pattern moves keys and lists no pass for
-    this one. Under Landmark attention every `block`-th token is a landmark, and one call reads
-    `chunk` tokens.
+    where nothing is seen, and for keys that a query chooses under a pattern that moves keys. Under
+    Landmark attention every `block`-th token is a landmark, and one call reads `chunk` tokens.
     """
     check_integer("length", length, 2)
     check_integer("heads", heads, 1)

@@ -18,7 +18,7 @@ PATTERN = FlexPrefill(**{name: golden.params(CASE)[name] for name in NAMES})
 
 def test_choices_equal_those_of_the_authors_code():
     x = golden.arrays(CASE)
-    choose = jax.jit(lambda head: (PATTERN._choose(head), PATTERN._probe(head)[1]))
+    choose = jax.jit(lambda head: (PATTERN.choose(head), PATTERN._probe(head)[1]))
     past = np.tril(np.ones((11, 11), bool))
     assert set(x["query_aware"][0].tolist()) == {False, True}
     for number, head in enumerate(golden.heads(CASE, PATTERN.block)):
@@ -49,7 +49,7 @@ def test_the_number_of_keys_that_reach_gamma_is_the_budget_of_columns():
     """Even attention: 9 of 10 keys reach gamma, which are 4 blocks, counted by 128."""
     pattern = FlexPrefill(gamma=0.9, tau=0, block=32, min_budget=32)
     head = golden.prompt_head(np.zeros((512, 16)), np.zeros((512, 16)))
-    chosen = np.asarray(jax.jit(pattern._choose)(head))
+    chosen = np.asarray(jax.jit(pattern.choose)(head))
     budget = int(0.9 * 512) // 128 + 1
     assert chosen[-1].sum() == 2 * budget  # columns, and diagonals that are others
     assert chosen[:, 0].all() and chosen.diagonal().all()
@@ -60,7 +60,7 @@ def test_the_number_of_keys_that_reach_gamma_is_the_budget_of_columns():
 )
 def test_needles_are_visible_and_few_other_blocks(kind, mass, density):
     """Values of the authors' rule for other seeds, which the means of two may miss by 0.04."""
-    choose, found = jax.jit(FlexPrefill(block=64, min_budget=128)._choose), []
+    choose, found = jax.jit(FlexPrefill(block=64, min_budget=128).choose), []
     for seed in (0, 1):
         q, k = golden.needle(seed, kind)
         chosen = np.asarray(choose(golden.prompt_head(q, k)))

@@ -24,7 +24,7 @@ def test_sums_and_choices_equal_those_of_the_authors_code(case, budget, monkeypa
     x, pattern = golden.arrays(case), pattern_of(case)
     count = len(x["chosen"][0, 0])
     past = np.tril(np.ones((count, count), bool))
-    sums, choose = (jax.jit(f) for f in (pattern._block_sums, pattern._choose))
+    sums, choose = (jax.jit(f) for f in (pattern._block_sums, pattern.choose))
     for number, head in enumerate(golden.heads(case, pattern.block)):
         want = x["sums"][0, number, :count, :count]
         np.testing.assert_allclose(sums(head)[0], want, **attention_golden.TOLERANCE)
@@ -66,7 +66,7 @@ def test_calls_that_begin_at_blocks_give_the_output_of_one_call():
 )
 def test_needles_are_visible_and_few_other_blocks(kind, mass, density):
     """Values of the authors' rule for other seeds, which the means of two may miss by 0.04."""
-    choose, found = jax.jit(XAttention(stride=8, block=64)._choose), []
+    choose, found = jax.jit(XAttention(stride=8, block=64).choose), []
     for seed in (0, 1):
         q, k = golden.needle(seed, kind)
         chosen = np.asarray(choose(golden.prompt_head(q, k)))
