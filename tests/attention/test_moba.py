@@ -9,7 +9,7 @@ import pytest
 import sparse_golden
 from tiny_lm import generated, ids, sharp_lm
 
-from lcjax.attention import AttentionMetadata, Causal, MoBA, moba
+from lcjax.attention import AttentionMetadata, Causal, MoBA, VerticalSlash, moba
 from lcjax.attention.cache import LayerShape
 from lcjax.attention.pages import PagedCache
 from lcjax.cost import resources
@@ -38,7 +38,7 @@ def random_qkv(length, heads=4, kv_heads=2, size=8, rows=1, seed=0):
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
-def expected(q, k, v, block, top_k):
+def expected(q, k, v, block, top_k, soft_cap=None):
     """Attention of one row in float64, one query after the other."""
     q, k, v = (np.asarray(x[0], np.float64) for x in (q, k, v))
     length, heads, size = q.shape
@@ -52,6 +52,8 @@ def expected(q, k, v, block, top_k):
             seen = [s for j in sorted(best) for s in range(j * block, (j + 1) * block)]
             seen += range(own * block, t + 1)
             logits = k[seen, h] @ q[t, h] / np.sqrt(size)
+            if soft_cap is not None:
+                logits = soft_cap * np.tanh(logits / soft_cap)
             weights = np.exp(logits - logits.max())
             out[t, h] = weights @ v[seen, h] / weights.sum()
     return out
@@ -89,6 +91,19 @@ def test_a_text_of_as_many_blocks_as_are_read_has_full_attention(length, block, 
     np.testing.assert_array_equal(attend(*arrays, pattern), attend(*arrays, Causal()))
 
 
+def test_logits_are_capped_and_values_may_have_another_size():
+    q, k, _ = random_qkv(60, heads=2, kv_heads=1)
+    v = random_qkv(60, heads=2, kv_heads=1, size=12, seed=1)[2]
+    q = 4 * q
+    want = expected(q, k, v, 8, 3, soft_cap=1.5)
+    places = jnp.arange(60)[None]
+    metadata = AttentionMetadata(places, places, soft_cap=1.5)
+    out = jax.jit(functools.partial(MoBA(block=8, top_k=3).attend, metadata=metadata))(q, k, v)
+    np.testing.assert_allclose(out[0], want, atol=2e-6)
+    with pytest.raises(InputError, match="does not cap logits"):
+        VerticalSlash().attend(*random_qkv(80), metadata)
+
+
 def test_blocks_with_equal_scores_are_read_from_the_last_one():
     q, _, v = random_qkv(40)
     k = jnp.ones((1, 40, 2, 8))
@@ -115,9 +130,11 @@ def decoder_params():
     return init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
 
 
-def test_tokens_read_one_by_one_equal_a_text_read_at_once():
+# The keys that two query heads choose are fewer than those in the cache, or more.
+@pytest.mark.parametrize("top_k", [3, 5])
+def test_tokens_read_one_by_one_equal_a_text_read_at_once(top_k):
     """From a cache, over borders of blocks, in rows that begin after padding."""
-    config = CONFIG.replace(pattern=MoBA(block=8, top_k=3))
+    config = CONFIG.replace(pattern=MoBA(block=8, top_k=top_k))
     length, padding, prompt = 70, 5, 21
     tokens = np.random.default_rng(3).integers(0, 256, (2, length))
     segments = np.ones((2, length), np.int32)
