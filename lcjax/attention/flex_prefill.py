@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import Pattern
 from lcjax.attention.prompt_blocks import PromptBlocks, PromptHead
-from lcjax.errors import Interval, NonNegativeFloat, PositiveInt
+from lcjax.errors import Interval, PositiveInt
 from pallas_kernels import gather
 
 # Entries that are counted as one block when budgets are computed, whatever `block` is, as in the
@@ -52,7 +52,8 @@ class FlexPrefill(PromptBlocks):
 
     examples = ({"block": 8, "min_budget": 8},)
     gamma: Annotated[float, Interval(above=0, most=1)] = 0.9  # share of attention that is kept
-    tau: NonNegativeFloat = 0.1  # divergence below which a head is query-aware; 0: no head is
+    # Divergence, at most 0.83, below which a head is query-aware; 0: no head is
+    tau: Annotated[float, Interval(least=0, most=1)] = 0.1
     block: PositiveInt = 128  # tokens of a block
     min_budget: PositiveInt = 1024  # least tokens of columns, and of diagonals (512 to 1,024)
 

@@ -6,6 +6,7 @@ Letters: A strided rows of queries and C of keys, each of `stride` tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import Pattern
 from lcjax.attention.prompt_blocks import PromptBlocks, PromptHead
-from lcjax.errors import InputError, PositiveFloat, PositiveInt
+from lcjax.errors import InputError, Interval, PositiveInt
 from pallas_kernels import gather
 
 
@@ -46,7 +47,7 @@ class XAttention(PromptBlocks):
 
     examples = ({"threshold": 0.7, "stride": 2, "block": 8},)
     # Share of the estimated attention that chosen blocks reach (the paper's 0.9); above 1: all
-    threshold: PositiveFloat = 0.9
+    threshold: Annotated[float, Interval(above=0, most=2)] = 0.9
     stride: PositiveInt = 8  # tokens of a run; 8 or 16 in the paper
     block: PositiveInt = 128  # tokens of a block, a multiple of `stride`
 

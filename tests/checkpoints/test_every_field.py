@@ -101,6 +101,15 @@ def number_saved(configs):
     return count
 
 
+def models_under(family, patterns):
+    """Models under each pattern, but those whose files are missing."""
+    for pattern in patterns:
+        try:
+            yield tiny_config(family, pattern=pattern)
+        except InputError as error:
+            assert "pattern.file" in str(error)
+
+
 SAVED_PATTERNS = {
     "s2": Pattern.get_choice_class("s2")(),  # of training: the model is saved without it
     "sliding": Sliding(7),
@@ -117,7 +126,7 @@ PATTERNS = {
 @pytest.mark.parametrize(("pattern", "name"), fields_of(PATTERNS))
 def test_every_field_of_patterns(pattern, name):
     family = "qwen2" if isinstance(pattern, DualChunk) else "llama"
-    saved = number_saved(tiny_config(family, pattern=other) for other in others(pattern, name))
+    saved = number_saved(models_under(family, others(pattern, name)))
     is_known = Pattern.get_choice_name(type(pattern)) in SAVED_PATTERNS
     # vLLM has one kind of growth only.
     assert bool(saved) == (is_known and name != "growth")
