@@ -20,14 +20,14 @@ LENGTHS = (61, 29)  # no whole blocks
 PATTERNS = {
     "xattention": XAttention(threshold=0.5, stride=2, block=BLOCK),
     "flex_prefill vertical": FlexPrefill(tau=0, block=BLOCK, min_budget=BLOCK),
-    "flex_prefill query-aware": FlexPrefill(gamma=0.6, tau=9, block=BLOCK, min_budget=BLOCK),
+    "flex_prefill query-aware": FlexPrefill(gamma=0.6, tau=1, block=BLOCK, min_budget=BLOCK),
     "tri_shape": TriShape(sinks=2, window=6, last=BLOCK),
 }
 # The same patterns with as much as there is
 WHOLE = {
     "xattention": XAttention(threshold=1.1, stride=2, block=BLOCK),
     "flex_prefill vertical": FlexPrefill(tau=0, block=BLOCK, min_budget=61),
-    "flex_prefill query-aware": FlexPrefill(gamma=0.6, tau=9, block=BLOCK, min_budget=61),
+    "flex_prefill query-aware": FlexPrefill(gamma=0.6, tau=1, block=BLOCK, min_budget=61),
     "tri_shape": TriShape(sinks=2, window=6, last=61),
 }
 EVERY = pytest.mark.parametrize("name", PATTERNS)
