@@ -24,7 +24,15 @@ TIE = 2.0**-12
 
 
 def best_blocks(
-    q, summary, count: int, per: str = "token_and_head", *, is_query=None, exists=None, scale=1.0
+    q,
+    summary,
+    count: int,
+    per: str = "token_and_head",
+    *,
+    is_query=None,
+    exists=None,
+    scale=1.0,
+    dtype=None,
 ):
     """Returns (ids, is_valid) [..., M] of the `count` blocks whose summaries match queries best.
 
@@ -40,12 +48,14 @@ def best_blocks(
       is_query: bool [B, T], queries that are not padding; None: all.
       exists: bool [B, C], blocks that may be chosen; None: all.
       scale: factor of the products; it matters for "head_and_chunk", which applies a softmax.
+      dtype: of the layers before q, whose rounding decides which scores are equal; None: that of q.
 
     Returns:
       int32 ids in ascending order, and whether each is a block: [B, T, N, M] for
       "token_and_head", [B, N, M] for "head_and_chunk", [B, M] for "chunk".
     """
-    margin = tie(q.dtype) * scale * _score_bound(q, summary, exists)
+    share = max(TIE, float(jnp.finfo(dtype or q.dtype).eps) / 8)
+    margin = share * scale * _score_bound(q, summary, exists)
     x = pooled(scale * scores(q, summary), per, is_query, exists)
     if per == "head_and_chunk":  # rounding changes both the score and the softmax's sum
         if is_query is not None:
@@ -56,11 +66,6 @@ def best_blocks(
     if exists is not None:
         exists = jnp.expand_dims(exists, tuple(range(1, x.ndim - 1)))
     return best(x, count, exists, margin=margin)
-
-
-def tie(dtype) -> float:
-    """Returns the fraction of |q| |summary| below which scores of queries of `dtype` are equal."""
-    return max(TIE, float(jnp.finfo(dtype).eps) / 8)
 
 
 def _score_bound(q, summary, exists=None):

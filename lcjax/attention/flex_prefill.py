@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import Pattern
-from lcjax.attention.prompt_blocks import PromptBlocks, PromptHead
+from lcjax.attention.prompt_blocks import PromptBlocks, PromptHead, ranks
 from lcjax.errors import Interval, PositiveInt
 from pallas_kernels import gather
 
@@ -62,17 +62,17 @@ class FlexPrefill(PromptBlocks):
         return -(-self.min_budget // self.block)
 
     def choose(self, head: PromptHead) -> Bool[Array, "nq nk"]:
-        own = head.first // self.block + jnp.arange(len(head.q) // self.block)
-        probed, is_query_aware = self._probe(head)
-        visible = self._vertical_slash(probed, own, is_query_aware)
+        current = head.first // self.block + jnp.arange(len(head.q) // self.block)
+        attention, is_query_aware = self._probe(head)
+        visible = self._vertical_slash(attention, current, is_query_aware)
         visible |= lax.cond(
-            is_query_aware, self._best_pairs, lambda *_: jnp.zeros_like(visible), head, own
+            is_query_aware, self._best_pairs, lambda *_: jnp.zeros_like(visible), head, current
         )
         # Heads of short documents, and without enough queries for the probes, see all blocks.
-        is_short = probed.num_keys <= self.block * max(2, self._least_blocks)
+        is_short = attention.num_keys <= self.block * max(2, self._least_blocks)
         return visible | is_short | (head.is_query.sum() < self.block)
 
-    def _probe(self, head: PromptHead) -> tuple[_Probed, Bool[Array, ""]]:
+    def _probe(self, head: PromptHead) -> tuple[_ProbeAttention, Bool[Array, ""]]:
         """Returns the attention of the probes, and whether the head is query-aware."""
         block, size = self.block, head.q.shape[-1]
         num_queries, num_keys = head.is_query.sum(), head.is_key.sum()
@@ -95,13 +95,16 @@ class FlexPrefill(PromptBlocks):
         has_key = head.is_key.reshape(-1, block).any(1)
         guess = jax.nn.softmax(jnp.where(has_key, logits, -1e30))
         is_query_aware = _divergence(guess, self._block_sums(vertical)) < self.tau
-        return _Probed(vertical, slash, num_keys), is_query_aware
+        return _ProbeAttention(vertical, slash, num_keys), is_query_aware
 
     def _vertical_slash(
-        self, probed: _Probed, own: Int[Array, " nq"], is_query_aware: Bool[Array, ""]
+        self,
+        attention: _ProbeAttention,
+        current: Int[Array, " nq"],
+        is_query_aware: Bool[Array, ""],
     ) -> Bool[Array, "nq nk"]:
         """Returns the blocks in the best columns and diagonals of blocks."""
-        vertical, slash, num_keys = probed
+        vertical, slash, num_keys = attention
         num_blocks = -(-num_keys // self.block)
         ids = jnp.arange(len(vertical) // self.block)
         columns = jnp.where(ids == 0, jnp.inf, self._block_sums(vertical))
@@ -115,20 +118,19 @@ class FlexPrefill(PromptBlocks):
             counted = jnp.sum(jnp.cumsum(jnp.sort(values)[::-1]) <= self.gamma) + 1
             budget = jnp.maximum(counted // _COUNTED + 1, self._least_blocks)
             budget = jnp.where(is_query_aware, self._least_blocks, budget)
-            rank = jnp.argsort(jnp.argsort(-sums, stable=True))
-            return rank < budget
+            return ranks(sums) < budget
 
-        apart = own[:, None] - ids
+        apart = current[:, None] - ids
         is_diagonal = jnp.take(best(diagonals, slash), jnp.maximum(apart, 0)) & (apart >= 0)
         return best(columns, vertical) | is_diagonal
 
-    def _best_pairs(self, head: PromptHead, own: Int[Array, " nq"]) -> Bool[Array, "nq nk"]:
+    def _best_pairs(self, head: PromptHead, current: Int[Array, " nq"]) -> Bool[Array, "nq nk"]:
         """Returns the pairs of blocks with the greatest attention between their means."""
         q = self._block_means(head.q, head.is_query)
         k = self._block_means(head.k, head.is_key)
         has_query = head.is_query.reshape(-1, self.block).any(1)
         logits = gather.einsum("QH,CH->QC", q, k) * head.q.shape[-1] ** -0.5
-        logits = jnp.where(jnp.arange(len(k)) <= own[:, None], logits, -1e30)
+        logits = jnp.where(jnp.arange(len(k)) <= current[:, None], logits, -1e30)
         weights = jnp.where(has_query[:, None], jax.nn.softmax(logits, axis=-1), 0.0).reshape(-1)
         order = jnp.argsort(-weights, stable=True)
         is_chosen = jnp.cumsum(weights[order]) <= self.gamma * has_query.sum()
@@ -145,7 +147,7 @@ class FlexPrefill(PromptBlocks):
         return sums / jnp.maximum(is_token.reshape(-1, self.block).sum(1), 1)[:, None]
 
 
-class _Probed(NamedTuple):
+class _ProbeAttention(NamedTuple):
     """The mean attention of the probes of a head, float32."""
 
     vertical: Float[Array, " S"]  # to each key

@@ -20,7 +20,7 @@ from lcjax.attention.cache import LayerCache
 from lcjax.attention.pages import PagedCache, PageReader
 from lcjax.errors import PositiveInt
 from lcjax.rope.rotation import no_rotation
-from pallas_kernels import BlockTable, causal, chunk_distance, flash, gather
+from pallas_kernels import BlockTable, causal, chunk_distance, chunks, flash, gather
 from pallas_kernels.rows import Groups, block_owners, combine_rows, group_rows, take_rows
 
 
@@ -134,15 +134,14 @@ class MoBA(Pattern, PageReader):
             blocks = _complete_blocks(keys, self.block)
             keys_of_blocks, values_of_blocks = blocks.take(k), blocks.take(v)
             summaries = self._means(keys_of_blocks.reshape(*blocks.slots.shape, *k.shape[2:]))
-            chosen = self._choose(q, summaries.swapaxes(1, 2), queries, blocks)
+            chosen = self._choose(q, summaries, queries, blocks)
         metadata = metadata.replace(rotation=no_rotation(), keys_rotated=True)
-        mask = causal() & chunk_distance(self.block, 0, 0)
-        own = Pass(metadata.q_positions, metadata.k_positions, mask)
-        own = partial_attention(q, k, v, own, metadata)
+        near = Pass(metadata.q_positions, metadata.k_positions, causal() & chunks(self.block))
+        current = partial_attention(q, k, v, near, metadata)
         with jax.named_scope("attention"):
             options = {"soft_cap": metadata.soft_cap, "implementation": metadata.implementation}
             pair = keys_of_blocks, values_of_blocks
-            return _with_chosen(own, q, *pair, chosen, self.block, **options)
+            return _with_chosen(current, q, *pair, chosen, self.block, **options)
 
     def _means(self, keys: Float[Array, "*A block K H"]) -> Float[Array, "*A K H"]:
         """Returns the float32 mean key of each block, through which no gradient flows."""
@@ -151,12 +150,12 @@ class MoBA(Pattern, PageReader):
     def _choose(
         self,
         q: Float[Array, "B T N H"],
-        summaries: Float[Array, "B K C H"],
+        summaries: Float[Array, "B C K H"],
         queries: _Tokens,
         blocks: _Blocks,
     ) -> Int[Array, "B N T n-1"]:
         """Returns the past blocks that queries read; C for none."""
-        count = summaries.shape[2]
+        count = summaries.shape[1]
 
         def of_query(arrays):
             q, index, segments = arrays
@@ -176,18 +175,14 @@ class MoBA(Pattern, PageReader):
     def _best(
         self,
         q: Float[Array, "B N H"],
-        summaries: Float[Array, "B K C H"],
+        summaries: Float[Array, "B C K H"],
         is_past: Bool[Array, "B C"],
     ) -> tuple[Int[Array, "B N n-1"], Bool[Array, "B N n-1"]]:
         """Returns the best past blocks of a query in each row, and whether each is one."""
-        rows, heads, size = q.shape
-        by_key_head = q.reshape(rows, summaries.shape[1], -1, size).astype(jnp.float32)
-        scores = gather.einsum("BKGH,BKCH->BKGC", by_key_head, summaries)
-        longest = jnp.where(is_past[:, None], jnp.linalg.norm(summaries, axis=-1), 0).max(-1)
-        bound = jnp.linalg.norm(by_key_head, axis=-1) * longest[..., None]
-        margin = gather.tie(q.dtype) * bound.reshape(rows, heads, 1)
-        scores = scores.reshape(rows, heads, -1)
-        return gather.best(scores, self.top_k - 1, is_past[:, None], margin)
+        wide = q[:, None].astype(jnp.float32)
+        options = {"exists": is_past, "dtype": q.dtype}
+        ids, is_block = gather.best_blocks(wide, summaries, self.top_k - 1, **options)
+        return ids[:, 0], is_block[:, 0]
 
     # The choice of a generated token, for `PagedCache`
 
@@ -199,12 +194,12 @@ class MoBA(Pattern, PageReader):
         return {"means": self._means(keys.swapaxes(2, 3)).swapaxes(1, 2)}
 
     def choose_pages(self, q, summaries, last):
-        own = last // self.block
-        is_past = jnp.arange(summaries["means"].shape[2]) < own[:, None]
-        ids, is_block = self._best(q, summaries["means"], is_past)
-        own = jnp.broadcast_to(own[:, None, None], (*ids.shape[:2], 1))
-        is_own = jnp.ones(own.shape, bool)
-        return jnp.concatenate([ids, own], -1), jnp.concatenate([is_block, is_own], -1)
+        means = summaries["means"].swapaxes(1, 2)
+        current = last // self.block
+        ids, is_block = self._best(q, means, jnp.arange(means.shape[1]) < current[:, None])
+        current = jnp.broadcast_to(current[:, None, None], (*ids.shape[:2], 1))
+        is_current = jnp.ones(current.shape, bool)
+        return jnp.concatenate([ids, current], -1), jnp.concatenate([is_block, is_current], -1)
 
 
 class _Tokens(NamedTuple):
@@ -262,7 +257,7 @@ def _complete_blocks(keys: _Tokens, block: int) -> _Blocks:
 
 
 def _with_chosen(
-    own: tuple[Float[Array, "B T N H"], Float[Array, "B T N"]],
+    current: tuple[Float[Array, "B T N H"], Float[Array, "B T N"]],
     q: Float[Array, "B T N H"],
     k: Float[Array, "B C*block K H"],
     v: Float[Array, "B C*block K H"],
@@ -270,7 +265,7 @@ def _with_chosen(
     block: int,
     **options,
 ) -> Float[Array, "B T N H"]:
-    """Returns attention over the own block, whose partial is given, and the chosen blocks.
+    """Returns attention over the current block, of which this is the partial, and chosen blocks.
 
     Every pair of a query and a chosen block is a row. Rows of one block of keys lie together and
     fill blocks of queries, so that kernels need no mask and visit no other key.
@@ -286,13 +281,13 @@ def _with_chosen(
     flat = groups.places.reshape(*groups.places.shape[:2], -1)
     of_pairs = jax.vmap(jax.vmap(take_rows))(lse, flat, groups.pair[..., None])
     of_pairs = jnp.where(chosen < count, of_pairs.reshape(chosen.shape), -jnp.inf)
-    own_out, own_lse = (x.swapaxes(1, 2) for x in own)
-    lses = jnp.concatenate([own_lse[..., None], of_pairs], -1)
+    current_out, current_lse = (x.swapaxes(1, 2) for x in current)
+    lses = jnp.concatenate([current_lse[..., None], of_pairs], -1)
     largest = jax.lax.stop_gradient(lses.max(-1, keepdims=True))  # -inf for padding
     weights = jnp.exp(lses - jnp.where(largest > -jnp.inf, largest, 0))
     total = jnp.where(largest > -jnp.inf, weights.sum(-1, keepdims=True), 1)
     mixed = jax.vmap(jax.vmap(combine_rows))(out, weights[..., 1:], groups)
-    mixed += weights[..., :1] * own_out.astype(jnp.float32)
+    mixed += weights[..., :1] * current_out.astype(jnp.float32)
     return (mixed / total).astype(q.dtype).swapaxes(1, 2)
 
 

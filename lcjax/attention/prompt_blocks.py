@@ -71,6 +71,11 @@ class PromptBlocks(Pattern):
         return attend_blocks(q, k, v, metadata, self.block, self.choose)
 
 
+def ranks(scores: Float[Array, "... M"]) -> Int[Array, "... M"]:
+    """Returns the place of each score among those of its row, the greatest and earliest first."""
+    return jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1)
+
+
 def attend_blocks(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -160,8 +165,8 @@ def _attend(prompt: BlockedPrompt, metadata: AttentionMetadata, block: int, choo
     with jax.named_scope("choose"):
         visible = _map_heads(choose, prompt)
         q_blocks, k_blocks = visible.shape[2:]
-        own = prompt.first[:, None] // block + jnp.arange(q_blocks)
-        is_past = jnp.arange(k_blocks) <= own[:, :, None]
+        current = prompt.first[:, None] // block + jnp.arange(q_blocks)
+        is_past = jnp.arange(k_blocks) <= current[:, :, None]
         visible = visible & is_past[:, None]
     with jax.named_scope("attention"):
         out, _ = flash(

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern, rotate_qk
-from lcjax.attention.prompt_blocks import PromptHead, attend_blocks
+from lcjax.attention.prompt_blocks import PromptHead, attend_blocks, ranks
 from lcjax.errors import InputError, NonNegativeInt, OneOf, PositiveInt, check_fields
 from lcjax.rope.rotation import no_rotation
 from lcjax.storage import to_path
@@ -226,21 +226,24 @@ def _attend_block_sparse(q, k, v, metadata: AttentionMetadata, budgets: list[Spa
     """Attends to the best blocks of each head; all heads see equally many."""
 
     def choose(head: PromptHead):
-        own = head.first // BLOCK + jnp.arange(len(head.q) // BLOCK)
-        return _best_blocks(head.q, head.k, own, budgets[0].vertical, BLOCK)
+        current = head.first // BLOCK + jnp.arange(len(head.q) // BLOCK)
+        return _best_blocks(head.q, head.k, current, budgets[0].vertical, BLOCK)
 
     return attend_blocks(q, k, v, metadata, BLOCK, choose)
 
 
 def _best_blocks(
-    q: Float[Array, "T H"], k: Float[Array, "S H"], own: Int[Array, " nq"], count: int, block: int
+    q: Float[Array, "T H"],
+    k: Float[Array, "S H"],
+    current: Int[Array, " nq"],
+    count: int,
+    block: int,
 ) -> Bool[Array, "nq nk"]:
     """Returns the `count` blocks up to the own one whose mean key fits the mean query best."""
     means = (x.astype(jnp.float32).reshape(-1, block, x.shape[-1]).mean(1) for x in (q, k))
     scores = gather.einsum("QH,CH->QC", *means)
-    scores = jnp.where(jnp.arange(scores.shape[1]) <= own[:, None], scores, -jnp.inf)
-    order = jnp.argsort(-scores, axis=1, stable=True)
-    return jnp.argsort(order, axis=1) < count
+    scores = jnp.where(jnp.arange(scores.shape[1]) <= current[:, None], scores, -jnp.inf)
+    return ranks(scores) < count
 
 
 _ATTEND = {
@@ -267,7 +270,7 @@ def search_head_budgets(
 ) -> dict[str, list]:
     """Searches the budget of each head of a layer, as MInference's released code does (sec. 3.2).
 
-    The candidate wins that keeps most attention (`kept_attention`). As in the released code, a
+    The candidate wins that keeps most attention (`attention_mass`). As in the released code, a
     stream_llm winner is written as vertical_and_slash of the same numbers, and a block_sparse one
     as vertical_and_slash with 1,000 columns and 6,096 diagonals.
 
@@ -285,15 +288,15 @@ def search_head_budgets(
             f"the text has {len(q)} tokens, and the first {start} do not count in a search; give a"
             " longer one, or a smaller start"
         )
-    return best_budgets(kept_attention(q, k, tuple(candidates), start), candidates)
+    return best_budgets(attention_mass(q, k, tuple(candidates), start), candidates)
 
 
 def best_budgets(
-    kept: Float[Array, "N candidates"], candidates: Sequence[SparseHead]
+    masses: Float[Array, "N candidates"], candidates: Sequence[SparseHead]
 ) -> dict[str, list]:
     """Returns what `search_head_budgets` returns, given the shares that heads keep."""
     entries = {}
-    for head, shares in enumerate(np.asarray(kept)):
+    for head, shares in enumerate(np.asarray(masses)):
         best = candidates[int(shares.argmax())]
         numbers = (1000, 6096) if best.kind == "block_sparse" else (best.vertical, best.slash)
         entries[str(head)] = [KINDS[0], *numbers, float(shares.max())]
@@ -301,7 +304,7 @@ def best_budgets(
 
 
 @functools.partial(jax.jit, static_argnames=("candidates", "start"))
-def kept_attention(
+def attention_mass(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
     candidates: tuple[SparseHead, ...],
@@ -315,20 +318,20 @@ def kept_attention(
     """
     group = q.shape[1] // k.shape[1]
     return lax.map(
-        lambda head: _kept_by_head(q[:, head], k[:, head // group], candidates, start),
+        lambda head: _mass_by_head(q[:, head], k[:, head // group], candidates, start),
         jnp.arange(q.shape[1]),
     )
 
 
-def _kept_by_head(
+def _mass_by_head(
     q: Float[Array, "T H"], k: Float[Array, "T H"], candidates: tuple[SparseHead, ...], start: int
 ) -> Float[Array, " candidates"]:
-    """Returns `kept_attention` of one head; a few queries at a time, which bounds memory."""
+    """Returns `attention_mass` of one head; a few queries at a time, which bounds memory."""
     length, slots = len(q), jnp.arange(len(k))
     rules = [_search_rule(q, k, candidate) for candidate in candidates]
     rows = start + jnp.arange(-(-(length - start) // _SEARCH_ROWS) * _SEARCH_ROWS)
 
-    def kept(rows):
+    def mass(rows):
         queries = jnp.minimum(rows, length - 1)
         distances = queries[:, None] - slots
         logits = gather.einsum("TH,SH->TS", q[queries], k) * q.shape[-1] ** -0.5
@@ -336,7 +339,7 @@ def _kept_by_head(
         weights = jnp.where((rows < length)[:, None], weights, 0.0)
         return jnp.stack([(weights * rule(queries, distances)).sum() for rule in rules])
 
-    return lax.map(kept, rows.reshape(-1, _SEARCH_ROWS)).sum(0) / (length - start)
+    return lax.map(mass, rows.reshape(-1, _SEARCH_ROWS)).sum(0) / (length - start)
 
 
 def _search_rule(q: Float[Array, "T H"], k: Float[Array, "T H"], candidate: SparseHead):
@@ -347,9 +350,9 @@ def _search_rule(q: Float[Array, "T H"], k: Float[Array, "T H"], candidate: Spar
     if candidate.kind == "block_sparse":
         size = -(-len(q) // _SEARCH_BLOCK) * _SEARCH_BLOCK
         padded = (jnp.pad(x, [(0, size - len(x)), (0, 0)]) for x in (q, k))
-        own = jnp.arange(size // _SEARCH_BLOCK)
-        count = max(1, len(own) // candidate.vertical)
-        chosen = _best_blocks(*padded, own, count, _SEARCH_BLOCK)
+        current = jnp.arange(size // _SEARCH_BLOCK)
+        count = max(1, len(current) // candidate.vertical)
+        chosen = _best_blocks(*padded, current, count, _SEARCH_BLOCK)
         blocks = slots // _SEARCH_BLOCK
         return lambda queries, _: chosen[queries // _SEARCH_BLOCK][:, blocks]
     ones = jnp.ones(len(k), jnp.int32)

@@ -61,9 +61,9 @@ class XAttention(PromptBlocks):
             )
 
     def choose(self, head: PromptHead) -> Bool[Array, "nq nk"]:
-        sums, own = self._block_sums(head)
+        sums, current = self._block_sums(head)
         ids = jnp.arange(sums.shape[1])
-        forced = (ids == own[:, None]) | (ids == 0)
+        forced = (ids == current[:, None]) | (ids == 0)
         return _fewest_blocks(sums, forced, self.threshold)
 
     def _block_sums(self, head: PromptHead) -> tuple[Float[Array, "nq nk"], Int[Array, " nq"]]:
@@ -77,19 +77,19 @@ class XAttention(PromptBlocks):
         q = head.q.reshape(-1, stride, size)[:, ::-1]  # the last query meets the first key
         q = q.reshape(-1, runs, stride * size)  # [nq, A of a block, S H]
         is_run = head.is_query.reshape(-1, runs, stride).any(-1)
-        own = head.first // self.block + jnp.arange(len(q))
+        current = head.first // self.block + jnp.arange(len(q))
 
-        def of_block(q, is_run, own):
+        def of_block(q, is_run, current):
             logits = gather.einsum("AF,CF->AC", q, k) * (size**-0.5 / stride)
-            run = own * runs + jnp.arange(runs)
+            run = current * runs + jnp.arange(runs)
             # -1e30 is finite, so that softmax gives no NaN for runs without a token.
             logits = jnp.where(jnp.arange(len(k)) <= run[:, None], logits, -1e30)
             weights = jnp.where(is_run[:, None], jax.nn.softmax(logits, axis=-1), 0.0)
             return weights.sum(0).reshape(-1, runs).sum(1)
 
         at_once = max(1, min(len(q), gather.BUDGET // (runs * len(k))))
-        sums = lax.map(lambda x: of_block(*x), (q, is_run, own), batch_size=at_once)
-        return sums, own
+        sums = lax.map(lambda x: of_block(*x), (q, is_run, current), batch_size=at_once)
+        return sums, current
 
 
 def _fewest_blocks(

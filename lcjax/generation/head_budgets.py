@@ -11,7 +11,7 @@ import numpy as np
 
 from lcjax.attention import Causal, Pattern
 from lcjax.attention.base import rotate_qk
-from lcjax.attention.vertical_slash import CANDIDATES, SparseHead, best_budgets, kept_attention
+from lcjax.attention.vertical_slash import CANDIDATES, SparseHead, attention_mass, best_budgets
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.session import check_token_ids
@@ -19,7 +19,7 @@ from lcjax.models import Decoder
 from lcjax.storage import to_path
 
 
-class _Kept:
+class _Record:
     """What layers would keep, collected while the model is traced."""
 
     def __init__(self):
@@ -31,7 +31,7 @@ class _Searching(Pattern):
     """A pattern that records what heads would keep of its attention, and computes `inner`."""
 
     inner: Pattern
-    kept: _Kept
+    record: _Record
     candidates: tuple[SparseHead, ...]
     start: int
 
@@ -48,7 +48,7 @@ class _Searching(Pattern):
 
     def attend(self, q, k, v, metadata):
         rotated = (x[0] for x in rotate_qk(q, k, metadata))
-        self.kept.by_layer.append(kept_attention(*rotated, self.candidates, self.start))
+        self.record.by_layer.append(attention_mass(*rotated, self.candidates, self.start))
         return self.inner.attend(q, k, v, metadata)
 
 
@@ -82,10 +82,10 @@ def head_budgets(
             f"text has {len(ids)} tokens, and the first {start} do not count; give a longer one, or"
             " a smaller start"
         )
-    kept = _Kept()
+    record = _Record()
 
     def searching(pattern):
-        return pattern and _Searching(pattern, kept, tuple(candidates), start)
+        return pattern and _Searching(pattern, record, tuple(candidates), start)
 
     layers = tuple(
         dataclasses.replace(kind, pattern=searching(kind.pattern)) for kind in config.layers
@@ -95,10 +95,10 @@ def head_budgets(
 
     @jax.jit
     def search(params, tokens, rotation):
-        kept.by_layer = []
+        record.by_layer = []
         # With intermediate values, every layer is traced by itself.
         model.apply({"params": params}, tokens, rotation=rotation, mutable=["intermediates"])
-        return kept.by_layer
+        return record.by_layer
 
     by_layer = search(lm.params, np.asarray([ids], np.int32), lm.rotation(len(ids)))
     return [best_budgets(shares, candidates) for shares in by_layer]

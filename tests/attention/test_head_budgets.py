@@ -66,14 +66,14 @@ SEARCH = golden.params("minference.search")
 CANDIDATES = tuple(SparseHead(*candidate) for candidate in SEARCH["candidates"])
 
 
-def test_kept_attention_equals_that_of_the_authors_search():
+def test_attention_mass_equals_that_of_the_authors_search():
     x = golden.arrays("minference.search")
     q, k = x["q"][0], x["k"][0]
-    kept = module.kept_attention(q, k, CANDIDATES, SEARCH["start"])
-    np.testing.assert_allclose(kept, x["mass"], **attention_golden.TOLERANCE)
-    found = search_head_budgets(q, k, CANDIDATES, SEARCH["start"])
-    assert list(found) == ["0", "1", "2", "3"]
-    for head, (kind, vertical, slash, share) in enumerate(found.values()):
+    masses = module.attention_mass(q, k, CANDIDATES, SEARCH["start"])
+    np.testing.assert_allclose(masses, x["mass"], **attention_golden.TOLERANCE)
+    budgets = search_head_budgets(q, k, CANDIDATES, SEARCH["start"])
+    assert list(budgets) == ["0", "1", "2", "3"]
+    for head, (kind, vertical, slash, share) in enumerate(budgets.values()):
         best = CANDIDATES[x["mass"][head].argmax()]
         assert SparseHead(kind, vertical, slash) == best
         assert share == pytest.approx(x["mass"][head].max(), abs=1e-5)
@@ -81,8 +81,8 @@ def test_kept_attention_equals_that_of_the_authors_search():
 
 def test_winners_are_written_as_the_released_code_writes_them():
     candidates = (SparseHead("stream_llm", 100, 800), SparseHead("block_sparse", 8, 1))
-    kept = np.array([[0.9, 0.1], [0.25, 0.5]])
-    assert module.best_budgets(kept, candidates) == {
+    masses = np.array([[0.9, 0.1], [0.25, 0.5]])
+    assert module.best_budgets(masses, candidates) == {
         "0": ["vertical_and_slash", 100, 800, 0.9],
         "1": ["vertical_and_slash", 1000, 6096, 0.5],
     }
@@ -202,9 +202,9 @@ def test_what_is_no_such_file_raises_input_error(tmp_path, text, reason):
 def test_a_model_searches_a_file_that_it_reads_prompts_with(tmp_path):
     lm, text = sharp_lm(), ids(0, 200)
     config = lm.config
-    found = head_budgets(lm, text, CANDIDATES, 100)
-    assert len(found) == config.num_layers and all(len(x) == config.num_heads for x in found)
-    (tmp_path / "heads.json").write_text(json.dumps(found))
+    budgets = head_budgets(lm, text, CANDIDATES, 100)
+    assert len(budgets) == config.num_layers and all(len(x) == config.num_heads for x in budgets)
+    (tmp_path / "heads.json").write_text(json.dumps(budgets))
     with_file = lm.with_method(pattern=VerticalSlash(file=str(tmp_path / "heads.json")))
     layers = module.read_head_budgets(str(tmp_path / "heads.json"))
     kinds = [LayerKind(pattern=VerticalSlash(heads=heads)) for heads in layers]

@@ -45,12 +45,12 @@ def expected(q, k, v, block, top_k, soft_cap=None):
     k, v = (np.repeat(x, heads // x.shape[1], axis=1) for x in (k, v))
     out = np.zeros((length, heads, v.shape[2]))
     for t in range(length):
-        own = t // block
+        current = t // block
         for h in range(heads):
-            scores = [q[t, h] @ k[j * block : (j + 1) * block, h].mean(0) for j in range(own)]
+            scores = [q[t, h] @ k[j * block : (j + 1) * block, h].mean(0) for j in range(current)]
             best = np.argsort(scores)[::-1][: top_k - 1]
             seen = [s for j in sorted(best) for s in range(j * block, (j + 1) * block)]
-            seen += range(own * block, t + 1)
+            seen += range(current * block, t + 1)
             logits = k[seen, h] @ q[t, h] / np.sqrt(size)
             if soft_cap is not None:
                 logits = soft_cap * np.tanh(logits / soft_cap)

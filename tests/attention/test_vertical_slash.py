@@ -1,21 +1,19 @@
 """Vertical-slash attention against its definition: what is chosen, and attention over it."""
 
-import functools
 import math
 
 import attention_golden as golden
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from sparse_golden import attend as run
 from tiny_lm import ids, sharp_lm
 
-from lcjax.attention import AttentionMetadata, Causal, VerticalSlash, order_indices
+from lcjax.attention import Causal, VerticalSlash
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation.conversation import Conversation
 from lcjax.generation.sampling import Sampling
-from lcjax.rope.rotation import no_rotation
 from lcjax.training.train_config import TrainConfig
 
 T, HEADS, SIZE = 450, 4, 16
@@ -32,24 +30,6 @@ def qkv(rows=1, length=T):
     for feature, (query, key) in enumerate(((-64, -216), (-1, -1), (-65, -220)), 1):
         q[..., feature], q[:, query, :, feature], k[:, key, :, feature] = 0.0, 12.0, 12.0
     return [x.astype(np.float32) for x in (q, k, v)]
-
-
-@functools.partial(jax.jit, static_argnames=("pattern", "row_indices"))
-def run(pattern, q, k, v, segments=None, row_indices=True):
-    at = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
-    first = k.shape[1] - q.shape[1]
-    index = at if segments is None else order_indices(segments)
-    metadata = AttentionMetadata(
-        index[:, first:],
-        index,
-        rotation=no_rotation(),
-        q_index=index[:, first:],
-        k_index=index,
-        q_segments=None if segments is None else segments[:, first:],
-        k_segments=segments,
-        row_indices=(at[0, first:], at[0]) if row_indices else None,
-    )
-    return pattern.attend(q, k, v, metadata)
 
 
 def naive(q, k, v, vertical, slash):
