@@ -98,20 +98,25 @@ def measure(name: str, topology: str, program: str) -> dict:
 def estimate(name: str, topology: str, program: str) -> tuple[float, float, float]:
     """Returns bytes on a device, those beside weights, state and cache, and FLOPs of products.
 
-    FLOPs are those of all devices with what `model.remat: full` computes again, and without what
-    kernels compute, which compilers do not count: attention, and experts on accelerators.
+    FLOPs are those of all devices with what `model.remat: full` computes again and the rows that
+    fill blocks of experts on CPUs, and without what kernels compute, which compilers do not count:
+    attention, and experts on accelerators.
     """
     from lcjax.cost import generation_memory, resources, roofline
     from lcjax.training import compile_only
     from lcjax.training import estimate as training
+    from pallas_kernels.rows import max_rows
 
     model, run, shape, rows = _program(name, topology, program)
     length, platform = LENGTHS[program.split()[0]], PLATFORMS[topology.partition(":")[0]]
     per_key = 4 * model.num_heads * model.head_dim * model.num_layers
-    by_kernels = 0
-    if model.experts is not None and platform != "cpu":
+    by_kernels, tokens = 0, TOKENS.get(program, length)
+    if (experts := model.experts) is not None:
         layers = sum(count for layer, count in model.layer_counts if layer.experts is not None)
-        by_kernels = 6 * model.experts.top_k * model.width * model.expert_width * layers
+        by_kernels = 6 * experts.top_k * model.width * model.expert_width * layers
+        if platform == "cpu":  # no kernels, and more rows than pairs of a token and an expert
+            pairs = rows * tokens * experts.top_k
+            by_kernels *= 1 - max_rows(pairs, experts.count) / pairs
     if program.startswith("train"):
         memory = training.training_memory(run, model, shape, platform)
         by_kernels += per_key * resources.visible_keys(model, length)
@@ -122,7 +127,6 @@ def estimate(name: str, topology: str, program: str) -> tuple[float, float, floa
             passes += 1
         flops -= passes * rows * length * by_kernels
         return memory.total, memory.gradients + memory.activations, flops
-    tokens = TOKENS[program]
     memory = generation_memory(model, length, rows, shape, chunk=tokens, platform=platform)
     flops = roofline.inference_work(model, rows, length, tokens, shape).flops
     flops *= math.prod(shape.shape.values())

@@ -53,13 +53,19 @@ def block_rows(pairs: int, count: int) -> int:
     return min(max(_FEW_ROWS, 2 ** int(math.log2(pairs / (4 * count) + 1))), _MANY_ROWS)
 
 
-def max_blocks(pairs: int, count: int, block: int) -> int:
-    """Returns the largest number of blocks of pairs with `count` possible choices.
+def max_rows(pairs: int, count: int, block: int | None = None) -> int:
+    """Returns the rows of the most blocks that pairs with `count` possible choices can need.
 
     In the worst case the last block of every group has one row.
+
+    Args:
+      pairs: number of pairs.
+      count: number of possible choices.
+      block: rows of a block; None: those of `block_rows`.
     """
+    block = block_rows(pairs, count) if block is None else block
     groups = min(count, pairs)
-    return groups + (pairs - groups) // block
+    return block * (groups + (pairs - groups) // block)
 
 
 def group_rows(chosen: Int[Array, "M k"], count: int, block: int | None = None) -> Groups:
@@ -73,7 +79,7 @@ def group_rows(chosen: Int[Array, "M k"], count: int, block: int | None = None) 
     tokens, top_k = chosen.shape
     pairs = tokens * top_k
     block = block_rows(pairs, count) if block is None else block
-    rows = block * max_blocks(pairs, count, block)
+    rows = max_rows(pairs, count, block)
     choice = chosen.reshape(-1)
     choice = jnp.where((choice >= 0) & (choice < count), choice, count)  # others come last
     order = jnp.argsort(choice, stable=True)

@@ -35,13 +35,16 @@ from lcjax.parallel.device_memory import LAYER, STACK, Offload, offloadable
 from lcjax.parallel.sharding import ROWS, Mesh, path_of, spec_of, spread_over
 from lcjax.tree import nest, split, union
 from pallas_kernels import by_heads
-from pallas_kernels.rows import block_rows, max_blocks
+from pallas_kernels.rows import max_rows
 
 _SAMPLED_QUERIES = 256
 _SEPARATE = re.compile(r"layers_(\d+)/(.*)")  # parameters of a layer whose weights are separate
 _EXPERTS = re.compile(r"/mlp/experts/")
 _PROCESS = 600_000_000  # bytes of Python, JAX, a tokenizer and compilers on a CPU, measured
-_CPU_BUFFERS = 5  # XLA keeps as many times the activations of a layer on CPUs, measured
+# XLA for CPUs computes in float32 and shares buffers less: as many times the activations of a layer
+# without gradients, and as many times those of its mixer beside what the backward pass needs.
+# Measured.
+_CPU_FORWARD, _CPU_MIXER = 2, 5
 # Compilers for accelerators also keep copies in other layouts, and cannot fill every gap. Measured.
 _COPIES = 1.1
 # A device of each platform, for which programs are traced.
@@ -409,7 +412,7 @@ def training_memory(
     # also in layouts that pad axes which many devices share.
     activations += gradients if platform == "tpu" else 0
     if platform == "cpu":
-        activations += _CPU_BUFFERS * _mixer_bytes(config, sizes, rows, length)
+        activations += _CPU_MIXER * _mixer_bytes(config, sizes, rows, length)
     if platform == "gpu" and offload == "none":
         # XLA for GPUs writes the new state beside the old one, as the update is a branch
         # (`training.step`), when activations and the gradients of a microbatch are gone.
@@ -478,14 +481,13 @@ def generation_memory(
       mesh: sizes of the mesh axes.
       chunk: tokens of a prompt that are read at once.
       context: chunks, and tokens of each chunk, that a model with a memory has read for every row.
-      platform: platform of the devices; None: an accelerator.
+      platform: platform of the devices; None: that of the mesh, or TPUs.
     """
-    sizes = mesh.shape
+    sizes, platform = mesh.shape, platform or _platform(mesh)
     local_rows = rows_of_device(rows, sizes)
     local = _local_config(config, sizes)
     tokens = local_rows * min(chunk, length)
     channels = max((_channels(layer, tokens) for layer, _ in local.layer_counts), default=0)
-    size = config.compute_dtype().itemsize
     cache = 0
     fitted = cache_lib.fitted_caches(config, length, chunk, mesh=mesh)
     for number, (kind, slots) in enumerate(fitted):
@@ -493,11 +495,12 @@ def generation_memory(
         arrays = kind.arrays(shape, -(-slots // kind.parts))
         cache += local_rows * _row_bytes(arrays, sizes["tensor"])
     embeddings = config.num_layers * (config.layer_embedding or 0)
+    size = 4 * _CPU_FORWARD if platform == "cpu" else config.compute_dtype().itemsize
     activations = math.ceil(size * tokens * (channels + 3 * config.width + embeddings))
     logits = 4 * local_rows * config.vocab_size
-    if platform == "cpu":
-        activations *= _CPU_BUFFERS
-        logits = 2 * min(tile_bytes("cpu"), tokens * logits // local_rows)  # those of scores
+    if platform == "cpu" and chunk >= length:  # scores, when the activations of layers are gone
+        scores = 2 * min(tile_bytes("cpu"), 4 * tokens * config.vocab_size)
+        logits = max(0, scores - activations)
     return MemoryEstimate(
         weights=sum(size for _, size in per_device(config, sizes).values()),
         activations=activations + logits,
@@ -520,8 +523,7 @@ def _channels(layer: ModelConfig, tokens: int) -> float:
     if (experts := layer.experts) is None:
         return max(widest, 2 * layer.mlp_width)
     pairs, width = tokens * experts.top_k, layer.width
-    block = block_rows(pairs, experts.count)
-    rows = block * max_blocks(pairs, experts.count, block)
+    rows = max_rows(pairs, experts.count)
     numbers = max(rows * (width + 2 * layer.expert_width), (rows + pairs) * width)
     return max(widest, 2 * (experts.shared_width or 0), numbers / tokens)
 

@@ -264,8 +264,7 @@ class _PlannedModel:
     def inference_memory(
         self, rows: int, length: int, context: tuple[int, int] | None = None
     ) -> cost.MemoryEstimate:
-        platform = self.mesh.devices.flat[0].platform
-        options = {"chunk": length, "context": context, "platform": platform}
+        options = {"chunk": length, "context": context}
         return cost.generation_memory(self.config, length, rows, self.mesh, **options)
 
 

@@ -494,8 +494,7 @@ def _block_products(x, w, sizes, *, block, traced_count, transpose):
         y = jnp.where(owner < count, y, 0)
         return lax.dynamic_update_slice_in_dim(out, y, index * block, 0)
 
-    # Else XLA for GPUs makes the zeros of all layers at once, when the program starts.
-    x, out = lax.optimization_barrier((x, jnp.zeros((x.shape[0], width), x.dtype)))
+    out = _zeros((x.shape[0], width), x.dtype, sizes)
     return lax.fori_loop(0, _num_blocks(x, sizes, block, traced_count), multiply, out)
 
 
@@ -551,8 +550,17 @@ def _block_sums(x, dy, sizes, *, block, traced_count):
         total = lax.dynamic_index_in_dim(sums, at, keepdims=False) + product
         return lax.dynamic_update_index_in_dim(sums, total, at, 0)
 
-    zeros = jnp.zeros((count, x.shape[1], dy.shape[1]), jnp.float32)
+    zeros = _zeros((count, x.shape[1], dy.shape[1]), jnp.float32, sizes)
     return lax.fori_loop(0, _num_blocks(x, sizes, block, traced_count), add, zeros)
+
+
+def _zeros(shape, dtype, sizes):
+    """Returns zeros that XLA cannot know, for a loop to write into.
+
+    Of known ones, XLA for GPUs makes those of all layers when the program starts, and XLA for CPUs
+    keeps an array from which each loop starts with a copy.
+    """
+    return jnp.full(shape, jnp.minimum(sizes[0], 0).astype(dtype))
 
 
 def _num_blocks(x, sizes, block, traced_count):

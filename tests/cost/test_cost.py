@@ -9,6 +9,7 @@ import pytest
 from lcjax import cost
 from lcjax.attention import AdaptiveHeads, Bidirectional, Causal, Quest, Random, Sliding
 from lcjax.errors import InputError
+from lcjax.generation import session
 from lcjax.memory.cepe import Cepe
 from lcjax.models import Decoder, LayerKind, ModelConfig, preset
 from lcjax.models import cache as cache_lib
@@ -296,7 +297,7 @@ def test_weights_and_cache_are_those_that_lie_on_a_device():
     def on_one(tree):
         return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
-    found = cost.generation_memory(config, 256, 6, shape)  # filled up to 8 rows
+    found = cost.generation_memory(config, 256, 6, shape, platform="cpu")  # filled up to 8 rows
     assert found.weights == on_one(params)
     assert found.cache == on_one(cache.layers)
     assert found == cost.generation_memory(config, 256, 8, mesh)
@@ -309,6 +310,27 @@ def test_a_llama_needs_its_weights_and_half_a_megabyte_of_cache_for_every_token(
     assert found.weights == 2 * 6_738_415_616
     assert found.cache == 32_768 * 2 * 32 * 4096 * 2
     assert found.activations < 2**30
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mlp_width": 1024},
+        {"experts": Experts(count=8, top_k=2)},
+        {"layers": (LayerKind(mixer=GatedDeltaNet(4, 8, 64, 64)), LayerKind())},
+    ],
+    ids=["mlp", "experts", "mixer"],
+)
+def test_reading_a_prompt_has_the_memory_that_the_cpu_compiler_gives_it(
+    changes, enable_xla_optimizations
+):
+    config = preset("tiny").replace(width=256, num_heads=8, head_dim=64, num_layers=2, **changes)
+    mesh = make_mesh(Mesh(fsdp=1), jax.devices()[:1])
+    compiled = session.lower_read(config, mesh, 2, 2048, 512).compile().memory_analysis()
+    found = cost.generation_memory(config, 2048, 2, mesh, chunk=512)
+    arguments = compiled.argument_size_in_bytes
+    assert found.weights + found.cache == pytest.approx(arguments, rel=0.01)
+    assert 0.75 < found.activations / compiled.temp_size_in_bytes < 1.5
 
 
 def test_a_context_that_was_read_is_kept_beside_the_cache():

@@ -37,7 +37,7 @@ from lcjax.rope.positions import PlainPositions
 from lcjax.training.objective import language_model
 from lcjax.training.step import accumulate
 from pallas_kernels.backends.triton import grouped as triton
-from pallas_kernels.rows import block_rows, group_rows, max_blocks
+from pallas_kernels.rows import block_rows, group_rows, max_rows
 
 CONFIG = ModelConfig(
     *(64, 32, 48, 2, 4, 2, 8, 64),
@@ -177,8 +177,7 @@ def test_tpus_compile_a_mixture_and_its_gradient_without_products_of_all_experts
     kernels = Kernels(*(array(count, width, hidden) for _ in "gu"), array(count, hidden, width))
     pairs = array(tokens, top_k, dtype="float32"), array(tokens, top_k, dtype="int32")
     compiled = jax.jit(gradient).lower(array(tokens, width), *pairs, kernels).compile()
-    block = block_rows(tokens * top_k, count)
-    rows = block * max_blocks(tokens * top_k, count, block)
+    rows = max_rows(tokens * top_k, count)
     # Forward, and the gradients of the rows and of the weights: three times three products.
     assert compiled.cost_analysis()["flops"] < 1.1 * 3 * 6 * rows * width * hidden
     assert compiled.as_text().count("tpu_custom_call") >= 3
@@ -195,7 +194,7 @@ def test_rows_are_sorted_into_blocks_of_one_expert_each(tokens, foreign):
     groups = jax.tree.map(np.asarray, sorted_rows(chosen, count))
     block, rows = int(groups.block), len(groups.pair)
     assert block == block_rows(tokens * top_k, count)
-    assert rows == block * max_blocks(tokens * top_k, count, block) >= groups.sizes.sum()
+    assert rows == max_rows(tokens * top_k, count) >= groups.sizes.sum()
     assert not (groups.sizes % block).any()
     owners = np.repeat(np.arange(count), groups.sizes)
     for pair, place in enumerate(groups.places.reshape(-1)):
@@ -274,7 +273,7 @@ def test_a_cpu_multiplies_blocks_and_holds_neither_masked_rows_nor_other_weights
     layer = functools.partial(apply_experts, hidden_units=SWIGLU)
     compiled = jax.jit(layer).lower(x, weights, chosen, kernels).compile()
     block = block_rows(tokens * top_k, count)
-    rows = block * max_blocks(tokens * top_k, count, block)
+    rows = max_rows(tokens * top_k, count)
     assert rows <= 1.3 * tokens * top_k + block * count
     # Rows in and out of the products, and one float32 matrix; not all of them.
     largest = 4 * rows * (2 * width + 3 * hidden) + 4 * tokens * top_k * 2 * width
@@ -284,6 +283,25 @@ def test_a_cpu_multiplies_blocks_and_holds_neither_masked_rows_nor_other_weights
     assert f"f32[{count},{hidden},{width}]" not in compiled.as_text()
     # The cost counts a loop once, which is one block of rows; the rest are sorts and additions.
     assert compiled.cost_analysis()["flops"] < tokens * top_k * width * hidden
+
+
+def test_several_layers_of_experts_need_the_memory_of_one_on_a_cpu(enable_xla_optimizations):
+    count, tokens, width, hidden, top_k = 16, 512, 64, 96, 2
+    x = jax.ShapeDtypeStruct((tokens, width), "float32")
+    shapes = (count, width, hidden), (count, width, hidden), (count, hidden, width)
+    kernels = Kernels(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
+
+    def temporaries(layers):
+        def apply(x, kernels):
+            for _ in range(layers):
+                weights, chosen = jax.lax.top_k(x[:, :count], top_k)
+                x += apply_experts(x, weights, chosen, kernels, SWIGLU)
+            return x
+
+        compiled = jax.jit(apply).lower(x, kernels).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(4) < 1.2 * temporaries(1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
