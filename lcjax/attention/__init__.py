@@ -21,6 +21,7 @@ from lcjax.attention.cache_storage import Exact, Fp8, Int8, Storage, TurboQuant
 from lcjax.attention.candidates import Candidates, Seen
 from lcjax.attention.causal import Bidirectional, Causal, Chunked, Sliding
 from lcjax.attention.channels import Channels
+from lcjax.attention.dsa import DSA
 from lcjax.attention.dual_chunk import DualChunk
 from lcjax.attention.eviction import CachePolicy
 from lcjax.attention.flex_prefill import FlexPrefill
@@ -68,15 +69,16 @@ from lcjax.attention.vertical_slash import SparseHead, VerticalSlash, search_hea
 from lcjax.attention.xattention import XAttention
 
 __all__ = [
-    "H2O", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AdaptiveOriginal", "AttentionMetadata",
-    "Bidirectional", "BigBird", "CacheMethod", "CachePolicy", "Candidates", "Cap", "Causal",
-    "Channels", "Chunked", "Compactor", "Composite", "Critical", "Cur", "Disentangled", "DualChunk",
-    "DuoAttention", "Exact", "ExpectedAttention", "Finch", "FlexPrefill", "Fp8", "HeadBudget",
-    "HeadRates", "InfLLM", "Int8", "KVCompose", "KVzip", "KeepAll", "KeyDiff", "Kivi", "Knorm",
-    "LMInfinite", "LagKV", "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios", "Leverage",
-    "Longformer", "Merging", "MoBA", "NonCausal", "ObservedAttention", "Pass", "Pattern", "Phases",
-    "Pyramid", "PyramidOriginal", "QFilter", "Quest", "Random", "ReRoPE", "Seen", "SelfExtend",
-    "ShiftedSparse", "SimLayerKV", "Sliding", "SnapKV", "SparseHead", "SparseTransformer",
-    "Storage", "Streaming", "StreamingCache", "ThinK", "Threshold", "Tova", "TransformerXL",
-    "TriShape", "TurboQuant", "VerticalSlash", "XAttention", "order_indices", "search_head_budgets",
+    "DSA", "H2O", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AdaptiveOriginal",
+    "AttentionMetadata", "Bidirectional", "BigBird", "CacheMethod", "CachePolicy", "Candidates",
+    "Cap", "Causal", "Channels", "Chunked", "Compactor", "Composite", "Critical", "Cur",
+    "Disentangled", "DualChunk", "DuoAttention", "Exact", "ExpectedAttention", "Finch",
+    "FlexPrefill", "Fp8", "HeadBudget", "HeadRates", "InfLLM", "Int8", "KVCompose", "KVzip",
+    "KeepAll", "KeyDiff", "Kivi", "Knorm", "LMInfinite", "LagKV", "LagKVOriginal", "Landmark",
+    "LayerBudget", "LayerRatios", "Leverage", "Longformer", "Merging", "MoBA", "NonCausal",
+    "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal", "QFilter",
+    "Quest", "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "SimLayerKV", "Sliding",
+    "SnapKV", "SparseHead", "SparseTransformer", "Storage", "Streaming", "StreamingCache", "ThinK",
+    "Threshold", "Tova", "TransformerXL", "TriShape", "TurboQuant", "VerticalSlash", "XAttention",
+    "order_indices", "search_head_budgets",
 ]  # fmt: skip

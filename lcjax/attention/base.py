@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import draccus
 import jax
@@ -39,6 +39,31 @@ from pallas_kernels import (
 
 # How a model encodes positions: rotations, biases of logits, absolute embeddings.
 POSITIONS = ("rope", "alibi", "t5", "transformer_xl", "deberta", "sinusoidal", "learned")
+
+
+class Parameter(NamedTuple):
+    """An array that a pattern adds to each layer (`Pattern.parameters`).
+
+    Axes are letters: D width, N query heads, K key heads, H channels of a head, and those of
+    `Pattern.sizes`.
+    """
+
+    axes: str  # of the array
+    tensor: str  # its name in a Hugging Face layer, such as self_attn.indexer.wk.weight
+    tensor_axes: str  # as `lcjax.checkpoints.hf_names` writes them: "IJ,D" is a matrix [I*J, D]
+    init: Literal["normal", "zeros", "ones"] = "normal"  # normal: standard deviation 0.02
+    dtype: str | None = None  # None: that of the model's parameters
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(sizes[letter] for letter in self.axes)
+
+
+class Features(NamedTuple):
+    """What a pattern computes from the hidden states of a layer with its parameters, by name."""
+
+    queries: dict[str, Float[Array, "B T ..."]]
+    keys: dict[str, Float[Array, "B S h J"]]  # which a cache keeps
+    layer: dict[str, Array]  # of no token
 
 
 @dataclass(frozen=True)
@@ -73,7 +98,7 @@ class AttentionMetadata:
     extra_partials: Sequence[tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]] = ()
     layout: Layout | None = None  # the mesh axes over which rows, heads and length are split
     implementation: str | None = None  # of `pallas_kernels.flash`; None chooses one
-    head_gates: Float[Array, " K"] | None = None  # of a pattern with `has_head_gates`
+    features: Features = Features({}, {}, {})  # of a pattern with `parameters`
     # For caches that score tokens by them: the output projection of the layer, and the norms of the
     # hidden states from which queries, keys and values are projected
     output_kernel: Float[Array, "N H D"] | None = None
@@ -268,8 +293,8 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     allows_eviction: ClassVar[bool] = False
     # Copies of the queries and outputs that a layer holds at a time, beside one
     query_copies: ClassVar[int] = 0
-    # Whether a layer has a trained gate for each key head (`AttentionMetadata.head_gates`).
-    has_head_gates: ClassVar[bool] = False
+    # Whether its parameters learn from `divergence` alone, which changes nothing else.
+    learns_by_divergence: ClassVar[bool] = False
     # Whether the model reads texts with inserted tokens (`inserted_tokens`).
     inserts_tokens: ClassVar[bool] = False
     # Whether layers have patterns of their own (`for_layer`); it may be a property.
@@ -309,6 +334,65 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     @abc.abstractmethod
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         """Returns the passes over the keys of a call; their masks are disjoint."""
+
+    @property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """The arrays that each layer has for this pattern, by name; by default none."""
+        return {}
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes of the axes of `parameters` that are not the model's, by letter."""
+        return {}
+
+    def features(
+        self,
+        parameters: Mapping[str, Array],
+        x: Float[Array, "B T D"],
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        metadata: AttentionMetadata,
+    ) -> Features:
+        """Returns what `attend` needs of new tokens beside q, k and v, as `metadata.features`.
+
+        Those of keys are kept in the cache (`FullCache.features`), so that `attend` has them of all
+        keys.
+
+        Args:
+          parameters: those of the layer, in the compute dtype or their own.
+          x: normed hidden states, from which q, k and v are projected.
+          q, k: unrotated queries and keys.
+          metadata: positions of the queries, and the rotation.
+        """
+        del parameters, x, q, k, metadata
+        return Features({}, {}, {})
+
+    def divergence(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        metadata: AttentionMetadata,
+    ) -> Float[Array, "B T"]:
+        """Returns a term of the loss for each query, which teaches `parameters` in training.
+
+        It is added to the loss as the mean over tokens and layers times `divergence_factor`. Only
+        patterns with `has_divergence` have one.
+
+        Args:
+          q, k: unrotated queries and keys, through which no gradient flows.
+          metadata: as in `attend`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no divergence")
+
+    @property
+    def has_divergence(self) -> bool:
+        """Whether a training adds `divergence` to the loss."""
+        return type(self).divergence is not Pattern.divergence
+
+    @property
+    def divergence_factor(self) -> float:
+        """The factor of `divergence` in the loss."""
+        return 1.0
 
     def key_positions(
         self, positions: Num[Array, "B S"], order: Int[Array, "*B S"]

@@ -383,17 +383,19 @@ class FullCache(LayerCache):
     shares_slots: ClassVar[bool] = True
 
     storage: Storage = dataclasses.field(default=Exact(), kw_only=True)
+    # Names, heads and channels of the `Features.keys` of the pattern, which are kept beside them
+    features: tuple[tuple[str, int, int], ...] = dataclasses.field(default=(), kw_only=True)
     # Whether padding may lie between tokens. Slots are then further apart than their tokens.
     pads_between: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def slot_arrays(self) -> tuple[str, ...]:
-        return self.storage.names
+        return (*self.storage.names, *(name for name, *_ in self.features))
 
     @property
     def holds_keys_only(self) -> bool:
         # A packed row reads keys as they are computed, and a row of its own reads codes.
-        return self.storage.is_exact
+        return self.storage.is_exact and not self.features
 
     @property
     def stores_by_layer(self) -> bool:
@@ -408,13 +410,21 @@ class FullCache(LayerCache):
                 "model.cache.storage keeps codes of rotated keys, and exact=True rotates keys again"
                 " while the text grows; leave one of the two out"
             )
+        if self.features and not self.rotated:
+            raise InputError(
+                "the pattern keeps features of rotated keys, and exact=True rotates keys again"
+                " while the text grows; leave exact out"
+            )
         return self, length
 
     def num_visible(self, length: int, tokens: int) -> int:
         return length
 
     def arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
-        return self.storage.arrays(layer, slots)
+        return self.storage.arrays(layer, slots) | {
+            name: jax.ShapeDtypeStruct((heads, slots, size), layer.dtype)
+            for name, heads, size in self.features
+        }
 
     def shared(self, rows: int, slots: int) -> Tokens:
         whole = jax.ShapeDtypeStruct((rows, slots), jnp.int32)
@@ -472,7 +482,7 @@ class FullCache(LayerCache):
         view: View,
         metadata: AttentionMetadata,
     ) -> Arrays:
-        """Returns the stored keys and values of all slots, with those of new tokens.
+        """Returns the arrays of all slots, with the keys, values and features of new tokens.
 
         The pattern's `key_positions` are the positions to which keys are rotated.
         """
@@ -480,12 +490,18 @@ class FullCache(LayerCache):
             positions = pattern.key_positions(metadata.q_positions, view.new.index)
             k = metadata.rotation.rotate(k, positions)
         new, write = self.storage.encode(k, v), functools.partial(write_tokens, view=view)
+        new |= {name: metadata.features.keys[name] for name, *_ in self.features}
         return {name: write(arrays[name], x, layout=metadata.layout) for name, x in new.items()}
 
     def attend(self, arrays, q, k, v, pattern, view, metadata):
         arrays = self.append(arrays, k, v, pattern, view, metadata)
         keys, values = jax.tree.map(swap_heads, self.storage.read(arrays))
-        return pattern.attend(q, keys, values, metadata), arrays
+        return pattern.attend(q, keys, values, self.with_features(arrays, metadata)), arrays
+
+    def with_features(self, arrays: Arrays, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Returns metadata with the features of the keys in all slots."""
+        keys = {name: arrays[name].swapaxes(1, 2) for name, *_ in self.features}
+        return metadata.replace(features=metadata.features._replace(keys=keys))
 
 
 @dataclasses.dataclass(frozen=True)

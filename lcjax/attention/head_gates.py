@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lcjax.attention.base import Pass, Pattern
+from lcjax.attention.base import Features, Parameter, Pass, Pattern
 from lcjax.attention.causal import Causal
 from lcjax.errors import InputError, NonNegativeFloat, NonNegativeInt, PositiveInt, check_fields
 from pallas_kernels import causal, prefix, window
 
-HEAD_GATE = "head_gate"  # name of the parameter [K] of a layer's attention
+HEAD_GATE = "head_gate"  # name of the parameter [K] of a layer's pattern
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class GatedHeads(Pattern):
     """Full attention and that to the first and last tokens, mixed by a gate for each key head."""
 
     encodings: ClassVar[tuple[str, ...]] = ("rope",)
-    has_head_gates: ClassVar[bool] = True
 
     sinks: int
     recent: int
@@ -58,13 +57,21 @@ class GatedHeads(Pattern):
         near = causal() & (window(self.recent + 1) | prefix(self.sinks))
         return [Pass(metadata.q_positions, metadata.k_positions, near)]
 
+    @property
+    def parameters(self):
+        return {HEAD_GATE: Parameter("K", "self_attn.head_gate", "K", "ones", "float32")}
+
+    def features(self, parameters, x, q, k, metadata):
+        return Features({}, {}, parameters)
+
     def for_inference(self):
         return Causal()
 
     def attend(self, q, k, v, metadata):
         full = Causal().attend(q, k, v, metadata)
         streamed = super().attend(q, k, v, metadata)
-        gates = jnp.repeat(clipped(metadata.head_gates), q.shape[2] // k.shape[2])[:, None]
+        gates = clipped(metadata.features.layer[HEAD_GATE])
+        gates = jnp.repeat(gates, q.shape[2] // k.shape[2])[:, None]
         return (gates * full + (1 - gates) * streamed).astype(q.dtype)
 
 

@@ -23,7 +23,12 @@ from lcjax.models import (
     preset,
 )
 from lcjax.models.cache import check_cache
-from lcjax.models.decoder import random_params, with_learned_rope
+from lcjax.models.decoder import (
+    missing_of_patterns,
+    random_params,
+    with_learned_rope,
+    with_pattern_parameters,
+)
 from lcjax.models.encoder import encoder_config, encoder_params
 from lcjax.models.model_config import ContextParallel, Dtype, PositionEncoding
 from lcjax.models.remat import Remat
@@ -213,6 +218,18 @@ def untrained_rope(rope: Rope, config: ModelConfig, params: dict) -> Rope:
     return resolve_rope(rope, config)
 
 
+def check_trained(config: ModelConfig, params: dict) -> None:
+    """Raises an InputError if `params` lack parameters of the patterns of `config`."""
+    if missing := sorted(missing_of_patterns(params, config)):
+        kinds = (type(x) for x in config.patterns if x.parameters)
+        names = " and ".join(dict.fromkeys(map(Pattern.get_choice_name, kinds)))
+        raise InputError(
+            f"model.pattern.type={names} has parameters of its own, and these weights lack"
+            f" {missing[0]}; train them first (train.trainable=[pattern]), or load a checkpoint"
+            " that has them"
+        )
+
+
 def check_source(section: ModelSection, key: str = "model") -> None:
     """Raises an InputError if a section names no model, or a missing one; reads no weights.
 
@@ -271,6 +288,8 @@ def build(
             scan_layers=scan_layers or not (section.memory is section.encoder_layers is None),
         )
         config = model_config(section, config)
+        if not scan_layers:  # nothing will train them
+            check_trained(config, params)
     else:
         config = model_config(section, preset(section.preset))
         params, tokenizer = None, ByteTokenizer()
@@ -305,6 +324,7 @@ def init_params(
     elif section.encoder_layers is not None:
         params = encoder_params(params, config, mesh)
     params = arrange_layers(with_learned_rope(params, config, section.seed), config)
+    params = with_pattern_parameters(params, config, section.seed, mesh)
     return params if section.memory is None else _add_memory(section, config, params, mesh)
 
 

@@ -5,7 +5,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from lcjax.attention import Causal, DualChunk, Landmark
+import draccus
+
+from lcjax.attention import Causal, DualChunk, Landmark, Pattern
 from lcjax.checkpoints.families import (
     FAMILIES,
     FULL,
@@ -19,6 +21,7 @@ from lcjax.checkpoints.families import (
 from lcjax.checkpoints.hf_files import FAMILY_TYPES, check_types, stated
 from lcjax.checkpoints.nearest_family import family_of
 from lcjax.checkpoints.quantised_weights import METHODS, method_of
+from lcjax.config.decode import section as decode_section
 from lcjax.errors import InputError, is_finite_number
 from lcjax.models.experts import Experts
 from lcjax.models.mixer import GatedDeltaNet
@@ -31,6 +34,7 @@ _LANDMARK = "llama_with_landmark"  # the model type of Mohtashami & Jaggi 2023 a
 # src/configuration_longllama.py.
 _LONG_LLAMA = "longllama"
 _TOP_K = 5  # blocks that both codes retrieve in evaluation; no config states it
+_PATTERN = "lcjax_pattern"  # a pattern with parameters of its own
 _LANDMARK_FIELDS = "lcjax_landmark"  # fields that the keys of the released code do not describe
 # The trained length, if the RoPE method extends it, or stores its own `max_position_embeddings`.
 _MAX_LENGTH = "lcjax_max_length"
@@ -140,6 +144,9 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
     if hf.get("model_type") == _LANDMARK:
         config = decoder_from_hf(hf | {"model_type": "llama"}, where)
         return config.replace(pattern=_landmark_from_hf(hf, config.vocab_size, where))
+    if (section := hf.get(_PATTERN)) is not None:
+        config = decoder_from_hf(hf | {_PATTERN: None}, where)
+        return config.replace(pattern=_pattern_from_hf(section, where))
     kind = hf.get("model_type")
     if kind in _DUAL_CHUNK_TYPES and hf.get(_DUAL_CHUNK):
         config = decoder_from_hf(hf | {_DUAL_CHUNK: None}, where)
@@ -667,6 +674,14 @@ def _released_landmark(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _pattern_from_hf(section: Any, where: str) -> Pattern:
+    """Returns a pattern with parameters of its own, as `decoder_to_hf` writes it."""
+    try:
+        return decode_section(Pattern, section, _PATTERN)
+    except InputError as error:
+        raise InputError(f"{where}: {error}; restore the file, or remove the key") from None
+
+
 def _dual_chunk_from_hf(section: Any, config: ModelConfig, where: str) -> DualChunk:
     """Returns the pattern of `dual_chunk_attention_config`; absent keys default as in vLLM."""
     if not isinstance(section, dict) or config.patterns != (Causal(),):
@@ -730,7 +745,8 @@ def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str,
 
     If the RoPE method has a `config.rope.hf_limit`, they are the same up to that many tokens. For
     Landmark attention the result is the `config.json` of the released code. For Dual Chunk
-    Attention it is that of Qwen2.5-1M, whose pattern vLLM reads and transformers ignores.
+    Attention it is that of Qwen2.5-1M, whose pattern vLLM reads and transformers ignores. For a
+    pattern with parameters of its own transformers computes full attention, and ignores these.
 
     Raises:
       InputError: no `config.json` describes this model.
@@ -749,6 +765,9 @@ def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str,
     config = config.for_inference()
     if len(config.kinds) == 1:
         config = config.layer(0)
+    if (pattern := config.pattern).parameters and config.patterns == (pattern,):
+        plain = decoder_to_hf(config.replace(pattern=Causal()), dtype=dtype)
+        return plain | {_PATTERN: draccus.encode(pattern, Pattern)}
     kind, wrong = family_of(config)
     if wrong:
         raise InputError(

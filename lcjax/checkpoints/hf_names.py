@@ -6,7 +6,8 @@ as [N, H, D] and transposed to [D, N, H]. Nothing between two commas is an axis 
 with `{}` occur once per layer and are stacked on a leading axis L under `layers/`. Besides the
 usual letters, P counts pairs of rotary channels, M is the hidden width of CLEX's learned
 frequencies and O the width of the dense layer before masked logits. Rows and letters of a memory
-are in its own module (`Memory.hf_rows`). Of a mixer, G counts heads of keys with C channels, U
+are in its own module (`Memory.hf_rows`), and those of an attention pattern in the pattern
+(`Pattern.parameters`, `Pattern.sizes`). Of a mixer, G counts heads of keys with C channels, U
 heads of values with Y channels, and W the taps of its convolution.
 
 Z is the width of a layer's part of a second embedding, and X that of all layers together.
@@ -362,7 +363,7 @@ def entries(config: ModelConfig) -> tuple[Entry, ...]:
     for number, kind in enumerate(config.kinds):
         layer = config.of_kind(kind)
         layers = [i for i, other in enumerate(config.kind_by_layer) if other == number]
-        sizes = _sizes(layer)
+        sizes = _sizes(layer) | layer.pattern.sizes
         for place, row in _rows(layer, family):
             used = tuple((letter, sizes[letter]) for letter in row[3])
             key = place, row, used, _num_groups(row[0], family, sizes)
@@ -507,6 +508,10 @@ def _rows(config: ModelConfig, family: Family) -> Iterator[tuple[int, TensorRow]
         if path.startswith("layers/"):
             name = f"model.layers.{{}}.{name}"
         yield place, (name, axes, path, ours)
+        if path == f"{_ATTENTION}/out/kernel":
+            for part, one in config.pattern.parameters.items():
+                name, path = f"model.layers.{{}}.{one.tensor}", f"{_ATTENTION}/pattern/{part}"
+                yield place, (name, one.tensor_axes, path, one.axes)
 
 
 def _entry(row: TensorRow, sizes: Mapping[str, int], layers: Sequence[int]) -> Entry:

@@ -28,6 +28,7 @@ from lcjax.attention import AttentionMetadata
 from lcjax.cost import liveness
 from lcjax.models import Decoder, ModelConfig, head, layer_groups
 from lcjax.models import cache as cache_lib
+from lcjax.models.layers import is_of_pattern
 from lcjax.models.loss import cross_entropy
 from lcjax.models.tiles import tile_bytes
 from lcjax.models.weight_storage import kernel_of, num_weights
@@ -99,6 +100,8 @@ def estimate(
         None: it encodes and reads nothing.
     """
     shapes = parameter_shapes(config)
+    parameters_of_patterns = (x for one in config.patterns for x in one.parameters.items())
+    projections = {name for name, one in parameters_of_patterns if "D" in one.axes}
     context_flops = _context_flops(config, length, context, trained)
     matmul, weight_gradients = 0.0, 0.0
     parameters = active_parameters = trained_parameters = nbytes = 0
@@ -112,6 +115,7 @@ def estimate(
             # Reading a row of the table is no product; a tied head is one.
             path == "embed/embedding" and config.tie_embeddings
         )
+        product |= is_of_pattern(path) and path.rpartition("/")[2] in projections
         uses = _weight_uses(config, path, length, context)
         flops = 2 * _active(config, path, size) * uses if product else 0
         matmul += flops

@@ -16,7 +16,13 @@ import numpy as np
 from lcjax import cost
 from lcjax.attention import CacheMethod, Pattern
 from lcjax.checkpoints import save_hf
-from lcjax.checkpoints.build import ModelSection, Settings, build, untrained_rope
+from lcjax.checkpoints.build import (
+    ModelSection,
+    Settings,
+    build,
+    check_trained,
+    untrained_rope,
+)
 from lcjax.checkpoints.tokenizer import check_template_variables
 from lcjax.config import check_instance
 from lcjax.errors import (
@@ -210,6 +216,7 @@ class LanguageModel(InferenceModel, Scorer):
             changes["memory"] = memory.for_inference()
         config = self.config.replace(**changes)
         check_cache(config)
+        check_trained(config, self.params)
         other.model = Decoder(config, self.mesh)
         return other
 

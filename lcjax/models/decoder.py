@@ -23,13 +23,14 @@ from lcjax.models.layers import (
     DEBERTA_SPAN,
     Attention,
     CollectKeyValues,
-    CollectLoad,
+    CollectTerms,
     Head,
     LayerEmbeddings,
     LayerInputs,
     LayerOutput,
     Linear,
     Norm,
+    is_of_pattern,
     look_up,
     multiply,
 )
@@ -42,6 +43,7 @@ from lcjax.parallel.device_memory import check_fits, host_shardings
 from lcjax.parallel.sharding import LENGTH, device_mesh, keep_tokens, param_shardings
 from lcjax.rope import Rotation
 from lcjax.rope.rotation import no_rotation
+from lcjax.tree import flatten, nest, split, union
 from pallas_kernels import Alibi, RelativeBias, alibi_slopes, zigzag
 
 BUCKETS = 32  # rows of T5's bias table
@@ -63,7 +65,7 @@ def _feed_forward(
     by_tiles = remat.recomputes(config.remat, "product")
     if config.experts is None:
         return MLP(config, mesh, by_tiles, name="mlp")(x), None
-    collect = inputs.collect if isinstance(inputs.collect, CollectLoad) else None
+    collect = inputs.collect if isinstance(inputs.collect, CollectTerms) else None
     return SparseMLP(config, mesh, by_tiles, name="mlp")(x, hidden, collect)
 
 
@@ -270,9 +272,10 @@ class DecoderOutput(NamedTuple):
     hidden: jax.Array | None
     cache: cache_lib.Cache | None = None  # with the new tokens
     # Of each layer, or stacked over layers, as in `LayerOutput`: keys and values that `collect`
-    # selects, [B, S, K, H] each, and the load of its experts
+    # selects, [B, S, K, H] each, and the terms of the loss of its experts and of its pattern
     key_values: Any = None
     load: Any = None
+    divergence: Any = None
 
 
 def _by_field(outputs: list[LayerOutput]) -> LayerOutput:
@@ -344,7 +347,7 @@ class Decoder(nn.Module):
         cache: cache_lib.Cache | None = None,
         order: np.ndarray | None = None,
         memory: EncodedContext | None = None,
-        collect: CollectKeyValues | CollectLoad | None = None,
+        collect: CollectKeyValues | CollectTerms | None = None,
         beacons: jax.Array | None = None,
     ) -> DecoderOutput:
         """Returns hidden states after the final norm, and what `cache` and `collect` ask for.
@@ -361,7 +364,7 @@ class Decoder(nn.Module):
             (`token_order`); hidden states have the same order. None: text order.
           memory: the context from `encode`; None: the decoder reads the text alone.
           collect: only without a cache: what each layer returns of its keys and values, or of the
-            load of its experts.
+            terms of the loss.
           beacons: int32 [B, R] if the last R tokens are beacons (`LayerInputs.beacons`).
 
         Raises:
@@ -433,7 +436,7 @@ class Decoder(nn.Module):
         if self.is_initializing():
             self.logits(x[:, :1])  # `init` creates parameters of called modules only
         hidden = None if x is None else self.final_norm(x)
-        return DecoderOutput(hidden, cache, output.key_values, output.load)
+        return DecoderOutput(hidden, cache, output.key_values, output.load, output.divergence)
 
     def _stacked(
         self, x: jax.Array, all_inputs: list[LayerInputs], layers: Any
@@ -713,6 +716,43 @@ def with_learned_rope(params: dict, config: ModelConfig, seed: int) -> dict:
     if not config.rope.learned or "rope" in params:
         return params
     return params | {"rope": config.rope.init(jax.random.key(seed), config.rotary_dim)}
+
+
+def with_pattern_parameters(
+    params: dict, config: ModelConfig, seed: int, mesh: jax.sharding.Mesh | None = None
+) -> dict:
+    """Adds initial parameters of patterns where `params` lack them, and drops those of others.
+
+    Args:
+      params: those of `config`, arranged as its layers; those of patterns may be missing.
+      config: the model.
+      seed: of the initial values.
+      mesh: the devices; None: the default device.
+    """
+    present = flatten(params)
+    missing = missing_of_patterns(params, config)
+    shapes = flatten(jax.eval_shape(functools.partial(_init, config), jax.random.key(0)))
+    kept = {p: x for p, x in present.items() if not is_of_pattern(p) or p in shapes}
+    if not missing and len(kept) == len(present):
+        return params
+
+    def create(key):
+        return split(_init(config, key), missing.__contains__)[0]
+
+    key = jax.random.fold_in(jax.random.key(seed), 2)
+    shardings = None
+    if mesh is not None:
+        shardings = param_shardings(mesh, jax.eval_shape(create, key))
+    return union(nest(kept), jax.jit(create, out_shardings=shardings)(key) if missing else {})
+
+
+def missing_of_patterns(params: dict, config: ModelConfig) -> set[str]:
+    """Returns the paths of parameters of `config`'s patterns that `params` lack."""
+    if not any(pattern.parameters for pattern in config.patterns):
+        return set()
+    shapes = flatten(jax.eval_shape(functools.partial(_init, config), jax.random.key(0)))
+    present = flatten(params)
+    return {path for path in shapes if is_of_pattern(path) and path not in present}
 
 
 def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, *, host: bool = False) -> dict:

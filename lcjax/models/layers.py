@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int, Num
 
 from lcjax.attention import AttentionMetadata, Disentangled, Pattern, TransformerXL
 from lcjax.attention.cache import Arrays
-from lcjax.attention.head_gates import HEAD_GATE
 from lcjax.attention.relative import RelativeTerms
 from lcjax.models import cache as cache_lib
 from lcjax.models.experts import Load
@@ -41,8 +40,11 @@ DEBERTA_SPAN = 256  # buckets of each direction (DeBERTa V3)
 DEBERTA_DISTANCE = 512  # from this distance on, all distances share the last bucket
 
 
-class CollectLoad(NamedTuple):
-    """Makes each layer without a cache return the `Load` of its experts over some tokens."""
+class CollectTerms(NamedTuple):
+    """Makes each layer without a cache return terms of the loss over some tokens.
+
+    These are the `Load` of its experts, and the `Pattern.divergence` of its pattern.
+    """
 
     counted: jax.Array  # float32 [B, T], 1 for tokens that count; in the order of hidden states
 
@@ -63,7 +65,8 @@ class LayerOutput(NamedTuple):
     cache: Arrays | None = None  # the arrays of the layer's cache, with the new tokens
     # [B, S, K, H] each, of the tokens that `CollectKeyValues` selects
     key_values: tuple[jax.Array, jax.Array] | None = None
-    load: Load | None = None  # of the experts, over the tokens of `CollectLoad`
+    load: Load | None = None  # of the experts, over the tokens of `CollectTerms`
+    divergence: Float[Array, ""] | None = None  # of the pattern, the sum over these tokens
     # Keys, not rotated, and values of all tokens, for layers that read them
     shared: tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]] | None = None
 
@@ -80,8 +83,8 @@ class LayerInputs(NamedTuple):
     bias: Bias | jax.Array | None = None
     order: jax.Array | None = None  # int32 [T], index of each token in the row; None: text order
     memory: EncodedContext | None = None  # encoded context that reader layers attend to
-    # Selects tokens whose keys and values, or whose load of experts, the layer returns
-    collect: CollectKeyValues | CollectLoad | None = None
+    # Selects tokens whose keys and values, or whose terms of the loss, the layer returns
+    collect: CollectKeyValues | CollectTerms | None = None
     # int32 [B, R] if the last R tokens are beacons: the number of window tokens each beacon sees
     beacons: jax.Array | None = None
     # Keys, not rotated, and values of another layer, of a layer with `keys_of`
@@ -363,6 +366,32 @@ class Projections(nn.Module):
             return self.out(y)
 
 
+def is_of_pattern(path: str) -> bool:
+    """Returns whether a path is that of a parameter of a pattern (`PatternParameters`)."""
+    return "/attention/pattern/" in path
+
+
+class PatternParameters(nn.Module):
+    """Creates the parameters of a layer's pattern (`Pattern.parameters`)."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self) -> dict[str, jax.Array]:
+        c, initializers = self.config, nn.initializers
+        sizes = {"D": c.width, "N": c.num_heads, "K": c.num_kv_heads, "H": c.head_dim}
+        sizes |= c.pattern.sizes
+        inits = {"zeros": initializers.zeros, "ones": initializers.ones}
+        inits["normal"] = initializers.normal(0.02)
+
+        def create(name, parameter):
+            dtype = jnp.dtype(parameter.dtype or c.param_dtype)
+            array = self.param(name, inits[parameter.init], parameter.shape(sizes), dtype)
+            return array if parameter.dtype else array.astype(c.compute_dtype())
+
+        return {name: create(name, one) for name, one in c.pattern.parameters.items()}
+
+
 class Attention(Projections):
     """Grouped-query attention (Ainslie et al. 2023) under any rotation and pattern."""
 
@@ -380,10 +409,8 @@ class Attention(Projections):
         if c.attention_sinks:
             spread = nn.initializers.normal(0.02)
             self.sinks = self.param("sinks", spread, (c.num_heads,), dtype)
-        self.head_gate = None
-        if c.pattern.has_head_gates:
-            ones = nn.initializers.ones
-            self.head_gate = self.param(HEAD_GATE, ones, (c.num_kv_heads,), jnp.float32)
+        if c.pattern.parameters:
+            self.pattern = PatternParameters(c)
 
     def bias(self, shared: Bias | jax.Array | None) -> Bias | RelativeTerms | None:
         """Returns the bias of this layer's logits.
@@ -419,6 +446,7 @@ class Attention(Projections):
         if c.query_scale and not (of_unrotated and c.rotates):
             positions = inputs.positions + 1 if of_unrotated else inputs.positions
             q = scale_by_position(q, positions, c.query_scale, c.query_scale_length)
+        parameters = self.pattern() if pattern.parameters else {}
         with jax.named_scope("attend"):
             partials = self.other_partials(q, inputs)
             if cache is None:
@@ -430,8 +458,14 @@ class Attention(Projections):
                     plan = c.context_strategy(mesh, length)
                     layout = attention_layout(mesh, plan.method, length, plan.group)
                     metadata = inputs.attention_metadata(partials, layout, c.attention_soft_cap)
-                    metadata = metadata.replace(head_gates=self.head_gate)
+                    if parameters:
+                        features = pattern.features(parameters, x, q, k, metadata)
+                        metadata = metadata.replace(features=features)
                     y = pattern.attend(q, k, v, metadata)
+                    if isinstance(inputs.collect, CollectTerms) and pattern.has_divergence:
+                        fixed = map(lax.stop_gradient, (q, k))
+                        terms = pattern.divergence(*fixed, metadata) * inputs.collect.counted
+                        output = LayerOutput(divergence=terms.sum())
                 if isinstance(inputs.collect, CollectKeyValues):
                     output = LayerOutput(key_values=collect_key_values(k, v, inputs, pattern))
             else:
@@ -445,9 +479,11 @@ class Attention(Projections):
                         kernel = kernel.reshape(c.num_heads, c.head_dim, c.width)
                     norms = jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
                     metadata = metadata.replace(output_kernel=kernel, input_norms=norms)
-                y, cache = kind.attend(
-                    cache, q, k, v, pattern.for_inference(), inputs.view, metadata
-                )
+                pattern = pattern.for_inference()
+                if pattern.parameters:
+                    features = pattern.features(parameters, x, q, k, metadata)
+                    metadata = metadata.replace(features=features)
+                y, cache = kind.attend(cache, q, k, v, pattern, inputs.view, metadata)
                 output = LayerOutput(cache=cache)
         if c.attention_gate:
             y = y * nn.sigmoid(self.output_gate(x))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lcjax.models.experts import Biases, Kernels, Load, mixture
-from lcjax.models.layers import CollectLoad, Linear, Norm, matmul, multiply, unbox_offloaded
+from lcjax.models.layers import CollectTerms, Linear, Norm, matmul, multiply, unbox_offloaded
 from lcjax.models.model_config import ModelConfig
 from lcjax.models.tiles import over_local_tiles, tile_size, tokens_of_device
 from lcjax.tree import flatten, nest
@@ -119,7 +119,7 @@ class SparseMLP(nn.Module):
         self,
         x: Float[Array, "B T D"],
         hidden: Float[Array, "B T D"],
-        collect: CollectLoad | None = None,
+        collect: CollectTerms | None = None,
     ) -> tuple[Float[Array, "B T D"], Load | None]:
         """Computes the mixture.
 

@@ -257,6 +257,7 @@ class ModelConfig:
                     f" model.rope.type={kind.rope.type}, and leave it out of layers"
                 )
         self._check_sources()
+        self._check_parameters()
         choices = [x for x in (self.pattern, *self.patterns) if x.inserts_tokens]
         if choices and self.kinds != (LayerKind(),):
             kind = Pattern.get_choice_name(type(choices[0]))
@@ -313,6 +314,20 @@ class ModelConfig:
                     f" {', '.join(wrong)} must be the same; they are"
                     f" {', '.join(repr(getattr(other, x)) for x in wrong)} there and"
                     f" {', '.join(repr(getattr(layer, x)) for x in wrong)} here"
+                )
+
+    def _check_parameters(self) -> None:
+        """Raises an InputError if patterns with parameters cannot have them in this model."""
+        for pattern in self.patterns if self.layers else (self.pattern,):
+            if not pattern.parameters or self.mixer is not None:
+                continue
+            shared = any(kind.keys_of is not None for kind in self.kinds)
+            if self.memory is not None or shared:
+                kind = Pattern.get_choice_name(type(pattern))
+                other = "model.memory" if self.memory is not None else "layers with keys_of"
+                raise InputError(
+                    f"model.pattern.type={kind} has parameters of its own, which are not defined"
+                    f" beside {other}; take another pattern"
                 )
 
     def _check_mixers(self) -> None:

@@ -60,6 +60,8 @@ _RULES = (
     (r"attention/position_key", ("fsdp", "tensor", None)),
     (r"attention/(content|position)_bias", ("tensor", None)),
     (r"attention/sinks", ("tensor",)),
+    (r"pattern/(index_query|branch_gate)", ("fsdp", None, None)),
+    (r"pattern/index_(key|weight)", ("fsdp", None)),
     (r"(query|key|value|output_gate)/bias", ("tensor", None)),
     (r"(query|key|value)/lora_b", (None, "tensor", None)),
     (r"(attention|memory|mixer)/out/kernel", ("tensor", None, "fsdp")),

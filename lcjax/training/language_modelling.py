@@ -139,7 +139,7 @@ class LanguageModelTask(Task):
             chunk=train.loss_chunk,
             mesh=self.mesh,
             distill=train.distill if is_train else None,
-            balance=is_train,
+            terms=is_train,
         )
 
     def _model_in(self, split: str) -> ModelConfig:

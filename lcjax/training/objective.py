@@ -1,23 +1,24 @@
-"""The training loss: cross-entropy, and the terms of distillation and mixtures of experts."""
+"""The training loss: cross-entropy, and terms of distillation, experts and attention patterns."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lcjax.attention import Pattern
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, head
+from lcjax.models.decoder import DecoderOutput
 from lcjax.models.distill import Distill, Teacher, distillation
 from lcjax.models.experts import Load, balance_loss
-from lcjax.models.layers import CollectLoad, box_offloaded, unbox_offloaded
+from lcjax.models.layers import CollectTerms, box_offloaded, is_of_pattern, unbox_offloaded
 from lcjax.models.loss import cross_entropy, token_nll
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel.sharding import LENGTH
 from lcjax.rope import NoRotation, Rotation
 from lcjax.rope.positions import PlainPositions, Positions
-from lcjax.tree import union
+from lcjax.tree import flatten, union
 
 Batch = dict[str, jax.Array]
 # (trained parameters, frozen parameters, batch, key) -> (sum of losses, sum of weights, sums of the
@@ -35,13 +36,17 @@ def language_model(
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
     distill: Distill | None = None,
-    balance: bool = True,
+    terms: bool = True,
 ) -> Objective:
     """Returns a loss: the cross-entropy of `targets`, weighted by `weights`, summed over the batch.
 
     For mixtures of experts, `model.experts.balance` times the load-balancing loss of the batch
     (`lcjax.models.experts.balance_loss`) is added per unit of weight, so the mean loss equals that
-    of transformers. Padding does not count as load.
+    of transformers. For patterns with a `Pattern.divergence`, its mean over tokens and layers times
+    its factor is added per unit of weight. Padding counts in neither.
+
+    If only parameters are trained that learn by divergence, such as the indexers of DSA, it is the
+    whole loss, and no logits are computed: the rest has no gradient for them.
 
     Args:
       config: config of the decoder.
@@ -51,26 +56,35 @@ def language_model(
       mesh: the devices over which the rows of a batch are sharded.
       distill: adds the divergence from the teacher whose probabilities are in the batch. The
         loss then has the parts `ce` and `kl`.
-      balance: whether to add the load-balancing loss. The loss then has the parts `ce` and
-        `balance`, the latter without its factor.
+      terms: whether to add the losses of experts and of patterns. The loss then has the parts `ce`,
+        and `balance` or `divergence`, these without their factors.
 
     Raises:
       InputError: if the model cannot use these positions.
     """
     _check_positions(config, positions)
     model = Decoder(config, mesh)
-    factor = config.experts.balance if balance and config.experts is not None else 0.0
+    balance = config.experts.balance if terms and config.experts is not None else 0.0
+    patterns = [layer.pattern for layer, _ in config.layer_counts if layer.mixer is None]
+    diverges = any(pattern.has_divergence for pattern in patterns)
 
     def objective(trained, frozen, batch, key):
+        by_divergence = diverges and _learns_by_divergence(trained, patterns)
         params = box_offloaded(union(trained, frozen))
         order = model.token_order(batch["tokens"].shape[1])
         collect = None
-        if factor:  # padding does not count as load
-            collect = CollectLoad(_reorder((batch["segments"] != 0).astype(jnp.float32), order))
-        hidden, windows, loads = _hidden_states(
+        if balance or by_divergence or (diverges and terms):
+            counted = (batch["segments"] != 0).astype(jnp.float32)
+            collect = CollectTerms(_reorder(counted, order))
+        hidden, windows, output = _hidden_states(
             model, positions, params, batch, key, order=order, collect=collect
         )
         targets, weights = batch["targets"], batch["weights"]
+        if collect is not None and diverges:
+            divergence, total = _divergence(output.divergence, patterns, config), weights.sum()
+            divergence = [x / jnp.maximum(counted.sum(), 1) * total for x in divergence]
+            if by_divergence:
+                return divergence[1], total, {"divergence": divergence[0]}
         if "chunk_weights" in batch:
             hidden = _prepend(windows, hidden)
             targets = _prepend(batch["chunk_targets"], targets)
@@ -86,10 +100,13 @@ def language_model(
                 loss, count, parts = distillation(
                     *inputs, Teacher(*teacher), distill, chunk=chunk, mesh=mesh
                 )
-            if factor:
-                added = _balance(loads) * count
+            if balance:
+                added = _balance(output.load) * count
                 parts = (parts or {"ce": loss}) | {"balance": added}
-                loss = loss + factor * added
+                loss = loss + balance * added
+            if collect is not None and diverges:
+                parts = (parts or {"ce": loss}) | {"divergence": divergence[0]}
+                loss = loss + divergence[1]
             return loss, count, parts
 
     return objective
@@ -108,6 +125,33 @@ def _balance(layers: Load | tuple[Load | None, ...]) -> jax.Array:
         return balance_loss(layers)
     loads = (load for load in layers if load is not None)
     return balance_loss(jax.tree.map(lambda *x: jnp.stack(x), *loads))
+
+
+def _learns_by_divergence(trained: dict, patterns: Sequence[Pattern]) -> bool:
+    """Returns whether all trained parameters are those of patterns that learn by divergence."""
+    teaches_all = all(x.learns_by_divergence for x in patterns if x.parameters)
+    return teaches_all and all(map(is_of_pattern, flatten(trained)))
+
+
+def _divergence(
+    layers: jax.Array | tuple[jax.Array | None, ...],
+    patterns: Sequence[Pattern],
+    config: ModelConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum over tokens of the mean over layers of divergences, and that with factors.
+
+    Args:
+      layers: the sums over tokens, stacked for scanned layers or separate; None: there is none.
+      patterns: those of the layers, if they are scanned of all of them.
+      config: the model.
+    """
+    if isinstance(layers, jax.Array):
+        mean = layers.mean()
+        return mean, patterns[0].divergence_factor * mean
+    found = [(i, one) for i, one in enumerate(layers) if one is not None]
+    mean = sum(one for _, one in found) / len(found)
+    factors = (config.layer(i).pattern.divergence_factor * one for i, one in found)
+    return mean, sum(factors) / len(found)
 
 
 def gate_distillation(
@@ -183,12 +227,12 @@ def _hidden_states(
     key: jax.Array,
     *,
     order: np.ndarray | None,
-    collect: CollectLoad | None = None,
-) -> tuple[jax.Array, jax.Array | None, Any]:
-    """Returns the inputs of the head, the hidden states of a memory's windows, and the load.
+    collect: CollectTerms | None = None,
+) -> tuple[jax.Array, jax.Array | None, DecoderOutput]:
+    """Returns the inputs of the head, the hidden states of a memory's windows, and all outputs.
 
-    The inputs are in `order`, that of `Decoder.token_order`. The hidden states are
-    `EncodedContext.hidden`, or None. The load is what `collect` gathers in each layer.
+    The inputs are in `order`, that of `Decoder.token_order`. The hidden states of windows are
+    `EncodedContext.hidden`, or None.
     """
     config, mesh, windows = model.config, model.mesh, None
     position_ids, rotation = positions.sample(
@@ -216,7 +260,7 @@ def _hidden_states(
         collect=collect,
     )
     hidden = model.apply({"params": params}, output.hidden, method="before_head")
-    return hidden, windows, output.load
+    return hidden, windows, output
 
 
 def _check_positions(config: ModelConfig, positions: Positions) -> None:

@@ -50,11 +50,13 @@ NAMED_RULES = {
     # which PEFT does not train as embed_tokens either.
     "embeddings": r"^((query|passage)/)?embed/",
     "head": r"^head/",
-    "norms": r"norm/(scale|bias)$|(^|/)(output|expert)_scale$",  # also numbers of layers, experts
+    # Also numbers of layers and experts
+    "norms": r"norm[/_](scale|bias)$|(^|/)(output|expert)_scale$",
     "rope": r"^rope/",
     "encoder": r"^encoder/",
     "cross_attention": r"(^|/)memory/",
     "memory": r"^encoder/|(^|/)memory/",  # all parameters that a memory adds to a decoder
+    "pattern": r"/attention/pattern/",  # all parameters that a pattern adds to layers
     "head_gates": rf"(^|/){HEAD_GATE}$",
     "retriever": r"^retriever/",  # an encoder that is trained beside a language model
 }
@@ -168,8 +170,9 @@ class TrainSection:
     ema: Decay | None = None  # decay of the weights' moving average, such as 0.999
     # Rules that select the trained parameters: all, lora, embeddings (of the input; if tied, also
     # the head), head, norms, rope, encoder, cross_attention, memory (encoder and cross_attention:
-    # all that a memory adds), retriever (an encoder that is trained beside the model), or regular
-    # expressions on parameter paths. Empty: lora if train.lora is set, else all.
+    # all that a memory adds), pattern (all that an attention pattern adds), retriever (an encoder
+    # that is trained beside the model), or regular expressions on parameter paths. Empty: lora if
+    # train.lora is set, else all.
     # LongLoRA's "LoRA+" is [lora, embeddings, norms]; LoRA+ is also the name of another method.
     trainable: tuple[str, ...] = ()
     lora: LoRA | None = None  # adds low-rank adapters to kernels

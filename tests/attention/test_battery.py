@@ -41,10 +41,10 @@ PARTS = ((slice(0, FIRST), 1), (slice(FIRST, None), 2))
 
 
 def rows():
-    """q, k, v of the rows of SEGMENTS: the same two documents, and noise where padding is."""
+    """q, k, v and hidden states of SEGMENTS: the same two documents, and noise where padding is."""
     rng = np.random.default_rng(1)
     arrays = []
-    for heads in (HEADS, KV_HEADS, KV_HEADS):
+    for heads in (HEADS, KV_HEADS, KV_HEADS, 1):
         x = rng.normal(size=(len(SEGMENTS), T, heads, SIZE)).astype(np.float32)
         for part, document in PARTS:
             for row in range(1, len(SEGMENTS)):
@@ -58,31 +58,34 @@ COTANGENT = jnp.asarray(np.random.default_rng(2).normal(size=(5, T, HEADS, SIZE)
 
 
 @functools.partial(jax.jit, static_argnames=("pattern", "implementation"))
-def run(q, k, v, pattern, implementation=None):
+def run(q, k, v, hidden, pattern, implementation=None):
     """The output, and the gradients of q, k and v for COTANGENT: one program for all tests."""
     segments = jnp.asarray(SEGMENTS)
     index = order_indices(segments)
-
-    def forward(q, k, v):
-        return pattern.attend(
-            q,
-            k,
-            v,
-            AttentionMetadata(
-                index,
-                index,
-                rotation=ROTATION,
-                q_index=index,
-                k_index=index,
-                q_segments=segments,
-                k_segments=segments,
-                row_indices=(None, None),
-                implementation=implementation,
-            ),
-        )
-
-    out, backward = jax.vjp(forward, q, k, v)
+    metadata = AttentionMetadata(
+        index,
+        index,
+        rotation=ROTATION,
+        q_index=index,
+        k_index=index,
+        q_segments=segments,
+        k_segments=segments,
+        row_indices=(None, None),
+        implementation=implementation,
+    )
+    features = pattern.features(parameters(pattern), hidden[:, :, 0], q, k, metadata)
+    metadata = metadata.replace(features=features)
+    out, backward = jax.vjp(lambda *x: pattern.attend(*x, metadata), q, k, v)
     return out, backward(COTANGENT)
+
+
+def parameters(pattern):
+    """Random parameters of a layer."""
+    rng, sizes = np.random.default_rng(4), {"D": SIZE, "N": HEADS, "K": KV_HEADS, "H": SIZE}
+    return {
+        name: jnp.asarray(rng.normal(size=one.shape(sizes | pattern.sizes)), jnp.float32)
+        for name, one in pattern.parameters.items()
+    }
 
 
 @EVERY
@@ -137,8 +140,8 @@ CONFIG = preset("tiny").replace(num_layers=2, num_heads=4, num_kv_heads=2)
 
 
 @functools.cache
-def decoder_params():
-    model = Decoder(CONFIG)
+def decoder_params(config):
+    model = Decoder(config)
     return jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
 
 
@@ -159,12 +162,13 @@ def test_reading_in_steps_equals_reading_at_once(name):
     segments = np.ones((2, LENGTH), np.int32)
     segments[1, :PADDING] = 0
     positions = np.maximum(np.cumsum(segments, 1) - 1, 0)
-    want, _ = read(at_once, decoder_params(), tokens, segments, positions, None)
+    params = decoder_params(config if inference.parameters else CONFIG)
+    want, _ = read(at_once, params, tokens, segments, positions, None)
     cache = cache_lib.create(config, 2, LENGTH, chunk=CHUNK)
     slots, outs = cache.capacity, []
     for start in range(0, LENGTH, CHUNK):
         part = (x[:, start : start + CHUNK] for x in (tokens, segments, positions))
-        out, cache = read(in_steps, decoder_params(), *part, cache)
+        out, cache = read(in_steps, params, *part, cache)
         outs.append(out)
     real = segments != 0
     np.testing.assert_allclose(np.concatenate(outs, 1)[real], want[real], rtol=0, atol=5e-5)

@@ -219,7 +219,7 @@ def test_the_loss_of_a_mixture_and_its_gradient_are_those_of_transformers(tmp_pa
     grads = grads if scan else stack_layers(grads, layers)
     for mine, want in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, want, atol=1e-4 * np.abs(want).max())
-    plain = language_model(config, PlainPositions(), balance=False)
+    plain = language_model(config, PlainPositions(), terms=False)
     nll, total, _ = jax.jit(plain)(params, {}, batch, jax.random.key(0))
     np.testing.assert_allclose(nll / total, parts["ce"], rtol=1e-5)
 

@@ -7,7 +7,8 @@ import pytest
 from training_support import losses, tiny
 
 from lcjax.attention import AttentionMetadata, Causal, DuoAttention, Sliding
-from lcjax.attention.head_gates import GatedHeads, HeadGates
+from lcjax.attention.base import Features
+from lcjax.attention.head_gates import HEAD_GATE, GatedHeads, HeadGates
 from lcjax.errors import InputError
 from lcjax.models import cache as cache_lib
 from lcjax.models import preset
@@ -21,7 +22,8 @@ def test_gates_mix_full_attention_and_that_to_the_first_and_last_tokens():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 20, n, 8)), jnp.float32) for n in (4, 2, 2))
     places = jnp.arange(20)[None]
-    metadata = AttentionMetadata(places, places, head_gates=jnp.array([1.5, 0.25]))
+    features = Features({}, {}, {HEAD_GATE: jnp.array([1.5, 0.25])})
+    metadata = AttentionMetadata(places, places, features=features)
     out = GatedHeads(sinks=2, recent=3).attend(q, k, v, metadata)
     full = Causal().attend(q, k, v, metadata)
     i, j = np.arange(20)[:, None], np.arange(20)

@@ -1,0 +1,275 @@
+"""DSA: its indexer, its choice and its divergence, against the authors' numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sparse_golden as golden
+from tiny_lm import generated, ids, sharp_lm
+
+from lcjax.attention import DSA, Causal
+from lcjax.attention.base import Features
+from lcjax.errors import InputError
+from lcjax.generation.sampling import Sampling
+from lcjax.models import Decoder, LayerKind, preset
+from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
+from lcjax.rope import Rotation
+from lcjax.rope.positions import PlainPositions
+from lcjax.training.objective import language_model
+from lcjax.tree import flatten, split
+from pallas_kernels import gather
+
+CONFIG = preset("tiny").replace(num_layers=2, num_heads=4, num_kv_heads=2)
+SPARSE = DSA(heads=3, head_dim=CONFIG.head_dim, top_k=20)
+DENSE = DSA(heads=3, head_dim=CONFIG.head_dim, top_k=20, dense=True)
+
+
+def case(name):
+    """Inputs, metadata with index features, and arrays of a golden case."""
+    params, x = golden.params(name), golden.arrays(name)
+    metadata = golden.metadata(params)
+    qi = jnp.asarray(x["qi"]).swapaxes(1, 2)
+    weight = jnp.asarray(x["w"])
+    if name.startswith("dsa.attend"):
+        weight *= params["index_dim"] ** -0.5
+    features = Features(
+        {"index": qi, "weight": weight}, {"index": jnp.asarray(x["ki"])[:, :, None]}, {}
+    )
+    rows = len(qi)
+    metadata = metadata.replace(
+        q_positions=jnp.repeat(metadata.q_positions, rows, 0),
+        k_positions=jnp.repeat(metadata.k_positions, rows, 0),
+        features=features,
+    )
+    pattern = DSA(params.get("index_heads", 8), params["index_dim"], params["topk"] or 10**6)
+    return pattern, metadata, x
+
+
+@pytest.fixture
+def no_ties(monkeypatch):
+    """The authors' code chooses among scores that are nearly equal, too."""
+    monkeypatch.setattr(gather, "TIE", 2.0**-22)
+
+
+@pytest.mark.parametrize("name", ["dsa.attend_gqa", "dsa.attend_packed"])
+def test_attention_and_gradients_are_those_of_the_authors(name, no_ties):
+    pattern, metadata, x = case(name)
+    attend = jax.jit(lambda q, k, v: pattern.attend(q, k, v, metadata))
+    out, backward = jax.vjp(attend, *(jnp.asarray(x[n]) for n in "qkv"))
+    np.testing.assert_allclose(out, x["out"], rtol=1e-5, atol=2e-6)
+    for gradient, n in zip(backward(jnp.asarray(x["cotangent"])), "qkv"):
+        np.testing.assert_allclose(gradient, x[f"d{n}"], rtol=1e-5, atol=5e-6)
+
+
+def divergence(features, q, k, visible, epsilon=0.0):
+    """The mean divergence from the probabilities of all heads, with arrays [B, T, S]."""
+    k = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
+    logits = jnp.einsum("BTNH,BSNH->BNTS", q, k, precision="highest") * q.shape[3] ** -0.5
+    teacher = jax.nn.softmax(jnp.where(visible[:, None], logits, -jnp.inf), -1).mean(1)
+    keys = features.keys["index"][:, :, 0]
+    products = jnp.einsum("BTIJ,BSJ->BTIS", features.queries["index"], keys, precision="highest")
+    scores = (jax.nn.relu(products) * features.queries["weight"][..., None]).sum(2)
+    scores = jnp.where(visible, scores, -1e30)
+    if epsilon:
+        apart = jnp.log(teacher + epsilon) - jnp.log(jax.nn.softmax(scores, -1) + epsilon)
+    else:
+        apart = jnp.log(jnp.maximum(teacher, 1e-37)) - jax.nn.log_softmax(scores, -1)
+    return jnp.where(visible, teacher * apart, 0).sum(-1).mean()
+
+
+@pytest.mark.parametrize("name", ["dsa.kl_dense", "dsa.kl_dense_packed", "dsa.kl_sparse"])
+def test_divergence_and_gradients_are_those_of_maxtext(name, no_ties):
+    """MaxText adds 1e-8 to both probabilities, which hides a student that is far off."""
+    pattern, metadata, x = case(name)
+    q, k = jnp.asarray(x["q"]), jnp.asarray(x["k"])
+    visible = metadata.k_order[..., None, :] <= metadata.q_order[..., None]
+    if metadata.q_segments is not None:
+        visible &= metadata.q_segments[:, :, None] == metadata.k_segments[:, None]
+    visible = (
+        jnp.asarray(x["chosen"])
+        if "chosen" in x
+        else jnp.broadcast_to(visible, (len(q), *visible.shape[-2:]))
+    )
+
+    def ours(features):
+        return pattern.divergence(q, k, metadata.replace(features=features)).mean()
+
+    def theirs(features, epsilon=0.0):
+        return divergence(features, q, k, visible, epsilon)
+
+    values = [
+        jax.jit(jax.value_and_grad(functools.partial(f)))(metadata.features)
+        for f in (ours, theirs, functools.partial(theirs, epsilon=1e-8))
+    ]
+    (mine, gradient), (want, other), (published, published_gradient) = values
+    np.testing.assert_allclose(published, x["loss"], rtol=1e-5)
+    np.testing.assert_allclose(
+        published_gradient.keys["index"][:, :, 0], x["dki"], rtol=1e-4, atol=1e-7
+    )
+    dqi, dw = (published_gradient.queries[name] for name in ("index", "weight"))
+    np.testing.assert_allclose(dqi.swapaxes(1, 2), x["dqi"], rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(dw, x["dw"], rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(mine, want, rtol=1e-5)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), gradient, other
+    )
+
+
+@pytest.mark.parametrize("name", ["dsa.indexer_deepseek", "dsa.indexer_glm"])
+def test_scores_and_choices_are_those_of_transformers(name, no_ties):
+    """Queries come from a latent vector there: here from channels beside the hidden states."""
+    params, x = golden.params(name), golden.arrays(name)
+    heads, size, rotary = params["heads"], params["index_dim"], params["rope_dim"]
+    order = np.arange(size)
+    if params["interleaved"]:
+        order[:rotary] = np.arange(rotary).reshape(-1, 2).T.reshape(-1)
+    hidden = np.concatenate([x["hidden"], x["q_latent"]], -1)
+    latent = x["q_latent"].shape[-1]
+    query = np.pad(x["wq"], [(x["hidden"].shape[-1], 0), (0, 0)]).reshape(-1, heads, size)
+    parameters = {
+        "index_query": query[..., order],
+        "index_key": np.pad(x["wk"], [(0, latent), (0, 0)])[:, order],
+        "index_norm_scale": x["norm_scale"][order],
+        "index_norm_bias": x["norm_bias"][order],
+        "index_weight": np.pad(x["ww"], [(0, latent), (0, 0)]),
+    }
+    parameters = {name: jnp.asarray(array) for name, array in parameters.items()}
+    pattern = DSA(heads, size, params["topk"])
+    frequencies = params["rope_base"] ** -(np.arange(0, rotary, 2) / rotary)
+    metadata = golden.metadata({"cu_seqlens": [0, hidden.shape[1]]})
+    metadata = metadata.replace(rotation=Rotation(jnp.asarray(frequencies, jnp.float32)))
+    features = pattern.features(parameters, jnp.asarray(hidden), None, None, metadata)
+    keys = features.keys["index"][:, :, 0]
+    products = jnp.einsum("BTIJ,BSJ->BTIS", features.queries["index"], keys, precision="highest")
+    scores = (jax.nn.relu(products) * features.queries["weight"][..., None]).sum(2)
+    causal = np.tril(np.ones(scores.shape[1:], bool))
+    np.testing.assert_allclose(
+        np.where(causal, scores, 0), np.where(causal, x["scores"], 0), rtol=1e-5, atol=2e-6
+    )
+    ids = jax.lax.top_k(jnp.where(causal, scores, -jnp.inf), params["topk"])[1]
+    chosen = np.zeros(scores.shape, bool)
+    np.put_along_axis(chosen, np.asarray(ids), True, -1)
+    np.testing.assert_array_equal(chosen & causal, x["chosen"] & causal)
+
+
+@functools.cache
+def decoder_params(config):
+    init = jax.jit(Decoder(config).init)
+    return init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+def batch(rows=2, length=64):
+    rng = np.random.default_rng(5)
+    tokens = jnp.asarray(rng.integers(0, 256, (rows, length)))
+    segments = np.repeat([1, 2], [27, length - 27])[None].repeat(rows, 0)
+    segments[0, -5:] = 0
+    positions = np.maximum(np.arange(length), 0)[None].repeat(rows, 0)
+    weights = (segments != 0).astype(np.float32)
+    fields = {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1), "segments": segments}
+    fields |= {"positions": positions, "weights": weights}
+    return {name: jnp.asarray(x) for name, x in fields.items()}
+
+
+def loss_and_gradients(config, params, mesh=None):
+    """With all parameters trained, and the parts of the loss."""
+    objective = language_model(config, PlainPositions(), mesh=mesh)
+
+    @jax.jit
+    def run(params):
+        def loss(params):
+            total, count, parts = objective(params, {}, batch(), jax.random.key(0))
+            return total / count, parts
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (loss, parts), gradients = run(params)
+    return loss, parts, flatten(gradients)
+
+
+def test_one_loss_trains_the_model_and_its_indexer_apart():
+    config = CONFIG.replace(pattern=SPARSE)
+    params = decoder_params(config)
+    loss, parts, gradients = loss_and_gradients(config, params)
+    np.testing.assert_allclose(
+        loss * batch()["weights"].sum(), parts["ce"] + parts["divergence"], rtol=1e-5
+    )
+    # Without the divergence the rest has the same gradients, and the indexer has none.
+    off = config.replace(pattern=DSA(3, CONFIG.head_dim, 20, divergence_factor=0.0))
+    _, _, plain = loss_and_gradients(off, params)
+    for path, gradient in gradients.items():
+        if "/pattern/" in path:
+            assert np.abs(gradient).max() > 0 and not np.any(plain[path])
+        else:
+            np.testing.assert_array_equal(gradient, plain[path])
+
+
+def test_the_first_stage_leaves_attention_full_and_lowers_the_divergence():
+    config, full = CONFIG.replace(pattern=DENSE), CONFIG.replace(pattern=Causal())
+    params = decoder_params(config)
+    _, parts, gradients = loss_and_gradients(config, params)
+    _, _, want = loss_and_gradients(full, params)
+    for path, gradient in gradients.items():
+        if "/pattern/" not in path:
+            np.testing.assert_array_equal(gradient, want[path])
+    # Trained alone, the indexer needs no logits, and learns the same.
+    trained, frozen = split(params, lambda path: "/pattern/" in path)
+    objective = language_model(config, PlainPositions())
+
+    @jax.jit
+    def step(trained):
+        def loss(trained):
+            total, count, parts = objective(trained, frozen, batch(), jax.random.key(0))
+            return total / count, parts
+
+        (loss, alone), slopes = jax.value_and_grad(loss, has_aux=True)(trained)
+        moved = jax.tree.map(lambda x, slope: x - 0.01 * jnp.sign(slope), trained, slopes)
+        return moved, loss, alone, slopes
+
+    trained, first, alone, slopes = step(trained)
+    assert set(alone) == {"divergence"}
+    np.testing.assert_allclose(alone["divergence"], parts["divergence"], rtol=1e-5)
+    for path, slope in flatten(slopes).items():
+        np.testing.assert_allclose(slope, gradients[path], rtol=1e-4, atol=1e-8)
+    for _ in range(30):
+        trained, last, *_ = step(trained)
+    assert last < 0.8 * first
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(2, 2, 2, 1),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (Mesh(1, 1, 8, 1), Mesh(1, 2, 2, 2))),
+    ],
+)
+def test_eight_devices_have_the_loss_and_gradients_of_one(mesh):
+    config, devices = CONFIG.replace(pattern=SPARSE), make_mesh(mesh)
+    params = decoder_params(config)
+    want, _, wanted = loss_and_gradients(config, params)
+    params = jax.device_put(params, param_shardings(devices, params))
+    found, _, gradients = loss_and_gradients(config, params, devices)
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+    for path, gradient in gradients.items():
+        np.testing.assert_allclose(
+            gradient, wanted[path], rtol=1e-4, atol=2e-5 * np.abs(wanted[path]).max(), err_msg=path
+        )
+
+
+def test_generation_equals_reading_the_text_again():
+    lm = sharp_lm(pattern=DSA(heads=2, head_dim=16, top_k=16))
+    prompts = [ids(1, 45), ids(2, 30)]
+    written = generated(lm, prompts, Sampling(max_new_tokens=12, min_new_tokens=12))
+    longer = [prompt + new[:6] for prompt, new in zip(prompts, written, strict=True)]
+    again = generated(lm, longer, Sampling(max_new_tokens=6, min_new_tokens=6))
+    assert again == [new[6:] for new in written]
+
+
+def test_wrong_input_names_the_way_out():
+    lm = sharp_lm()
+    with pytest.raises(InputError, match=r"parameters of its own.*train.trainable=\[pattern\]"):
+        lm.with_method(pattern=SPARSE)
+    kinds = LayerKind(), LayerKind(keys_of=0)
+    with pytest.raises(InputError, match=r"type=dsa has parameters .* beside layers with keys_of"):
+        CONFIG.replace(pattern=SPARSE, layers=kinds)
