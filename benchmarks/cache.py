@@ -197,7 +197,7 @@ def quality(config: str, length: int, methods: dict[str, dict], words: list[str]
     folder = Path(tempfile.gettempdir(), name)
     processes.python(
         str(processes.ROOT / "eval.py"), "--config", f"lcjax:{config}", f"--lengths=[{length}]",
-        f"--methods={json.dumps(rows)}", f"--run.folder={folder}", "--readings_gb=3",
+        f"--methods={json.dumps(rows)}", f"--run.folder={folder}", "--readings_gb=6",
         *(f"--{word}" for word in words), **processes.CPU,
     )  # fmt: skip
     lines: dict[str, list[dict]] = {}

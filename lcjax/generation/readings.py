@@ -5,7 +5,7 @@ each policy and ratio. What layers hold of a prompt before its cut depends on th
 observes queries (`LayerCache.reading`), so any other method can cut the same arrays.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,11 @@ class Reading(NamedTuple):
 
 
 class Readings:
-    """The last readings, of at most `num_bytes` bytes on all devices together.
+    """Readings of at most `num_bytes` bytes on all devices together.
+
+    Methods read the same prompts one after the other, so the last reading is the one that is needed
+    latest. If there is no space for it, readings of other methods make way, and then it is not
+    kept. Keeping the last ones would lose all of prompts that are a little more than the space.
 
     Attributes:
       saved_seconds: the time of all readings that were used again.
@@ -38,10 +42,13 @@ class Readings:
           stopwatch: makes a context manager that measures `seconds`, and those of `compiling`.
         """
         self._num_bytes, self._stopwatch, self.saved_seconds = num_bytes, stopwatch, 0.0
-        self._readings: dict[Hashable, Reading] = {}  # the last used is the last
+        self._readings: dict[tuple[Hashable, Hashable], Reading] = {}  # by method and prompts
 
     def __len__(self) -> int:
         return len(self._readings)
+
+    def __iter__(self) -> Iterator[Reading]:
+        return iter(self._readings.values())
 
     def read(
         self,
@@ -67,18 +74,25 @@ class Readings:
         """
         layers = tuple(empty.kinds[number].reading for number in empty.kind_by_layer)
         texts = tuple(tuple(map(int, prompt)) for prompt in prompts)
-        key = config.replace(cache=None), texts, length, chunk, empty.capacity, layers
-        reading = self._readings.pop(key, None)
+        key = (config.replace(cache=None), layers), (texts, length, chunk, empty.capacity)
+        reading = self._readings.get(key)
         if reading is not None:
             self.saved_seconds += reading.seconds
         else:
             with self._stopwatch() as watch:
                 reading = jax.block_until_ready(read())
             reading = reading._replace(seconds=watch.seconds - watch.compiling)
-        self._readings[key] = reading
-        while self._readings and sum(map(_size, self._readings.values())) > self._num_bytes:
-            del self._readings[next(iter(self._readings))]
+            self._keep(key, reading)
         return reading._replace(cache=with_kinds(reading.cache, empty))
+
+    def _keep(self, key: tuple[Hashable, Hashable], reading: Reading) -> None:
+        """Adds a reading if there is space for it beside those of its method."""
+        others = [other for other in self._readings if other[0] != key[0]]
+        size = _size(reading) + sum(map(_size, self._readings.values()))
+        while size > self._num_bytes and others:
+            size -= _size(self._readings.pop(others.pop(0)))
+        if size <= self._num_bytes:
+            self._readings[key] = reading
 
 
 def _size(reading: Reading) -> int:

@@ -492,6 +492,30 @@ def test_methods_that_cut_a_prompt_in_other_ways_read_it_once(lm):
     assert shared.readings.saved_seconds > 0 and few.readings.saved_seconds == 0
 
 
+def test_prompts_that_are_more_than_the_space_are_not_all_read_again(lm):
+    """Three prompts that methods read in turn, and space for two of one method."""
+
+    def read_all(model, method):
+        for seed in (1, 2, 3):
+            model.with_method(cache=method).continuations([text(seed, 60)], [[text(9, 8)]])
+
+    def seconds(model):
+        before = model.readings.saved_seconds
+        read_all(model, KeyDiff(ratio=0.25))
+        return model.readings.saved_seconds - before
+
+    model = lm.with_method()
+    model.readings = Readings(10**9, Stopwatch)
+    read_all(model, KeyDiff(ratio=0.5))
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(x[:2])) for x in model.readings]
+    model.readings = Readings(int(2.5 * max(sizes)), Stopwatch)
+    read_all(model, KeyDiff(ratio=0.5))
+    assert len(model.readings) == 2 and seconds(model) > 0
+    # Those of another method make way.
+    read_all(model, SnapKV(ratio=0.5, window=8))
+    assert len(model.readings) == 2 and seconds(model) == 0
+
+
 # Configs and errors
 
 
