@@ -76,6 +76,7 @@ PATTERNS = (
     attention.XAttention(threshold=0.4, stride=2, block=8),
     attention.Landmark(block=8, top_k=2, train_length=64),
     attention.InfLLM(window=32, sinks=4, block=8, top_k=2, representatives=2, chunk=8),
+    attention.InfLLMV2(block=16, top_k=4, kernel=8, stride=4, local=1, dense_len=0),
     attention.MoBA(block=16, top_k=3),
     attention.Bidirectional(),
 )

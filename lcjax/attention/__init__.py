@@ -26,6 +26,7 @@ from lcjax.attention.dual_chunk import DualChunk
 from lcjax.attention.eviction import CachePolicy
 from lcjax.attention.flex_prefill import FlexPrefill
 from lcjax.attention.inf_llm import InfLLM
+from lcjax.attention.inf_llm_v2 import InfLLMV2
 from lcjax.attention.kivi import Kivi
 from lcjax.attention.landmark.pattern import Landmark
 from lcjax.attention.lm_infinite import LMInfinite, ReRoPE
@@ -73,12 +74,12 @@ __all__ = [
     "AttentionMetadata", "Bidirectional", "BigBird", "CacheMethod", "CachePolicy", "Candidates",
     "Cap", "Causal", "Channels", "Chunked", "Compactor", "Composite", "Critical", "Cur",
     "Disentangled", "DualChunk", "DuoAttention", "Exact", "ExpectedAttention", "Finch",
-    "FlexPrefill", "Fp8", "HeadBudget", "HeadRates", "InfLLM", "Int8", "KVCompose", "KVzip",
-    "KeepAll", "KeyDiff", "Kivi", "Knorm", "LMInfinite", "LagKV", "LagKVOriginal", "Landmark",
-    "LayerBudget", "LayerRatios", "Leverage", "Longformer", "Merging", "MoBA", "NonCausal",
-    "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal", "QFilter",
-    "Quest", "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "SimLayerKV", "Sliding",
-    "SnapKV", "SparseHead", "SparseTransformer", "Storage", "Streaming", "StreamingCache", "ThinK",
-    "Threshold", "Tova", "TransformerXL", "TriShape", "TurboQuant", "VerticalSlash", "XAttention",
-    "order_indices", "search_head_budgets",
+    "FlexPrefill", "Fp8", "HeadBudget", "HeadRates", "InfLLM", "InfLLMV2", "Int8", "KVCompose",
+    "KVzip", "KeepAll", "KeyDiff", "Kivi", "Knorm", "LMInfinite", "LagKV", "LagKVOriginal",
+    "Landmark", "LayerBudget", "LayerRatios", "Leverage", "Longformer", "Merging", "MoBA",
+    "NonCausal", "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal",
+    "QFilter", "Quest", "Random", "ReRoPE", "Seen", "SelfExtend", "ShiftedSparse", "SimLayerKV",
+    "Sliding", "SnapKV", "SparseHead", "SparseTransformer", "Storage", "Streaming",
+    "StreamingCache", "ThinK", "Threshold", "Tova", "TransformerXL", "TriShape", "TurboQuant",
+    "VerticalSlash", "XAttention", "order_indices", "search_head_budgets",
 ]  # fmt: skip

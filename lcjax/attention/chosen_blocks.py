@@ -106,8 +106,7 @@ class ChosenBlocks(Pattern, PageReader):
     in one softmax: its own, the `local` blocks before it, and others that `choose` returns. Only
     complete blocks of the token's document are chosen. The choice has no gradient.
 
-    A token with fewer than `dense_len` tokens up to itself reads all of them, and so does one with
-    at most `top_k` blocks.
+    Each of the first `dense_len` tokens of a document reads all tokens before it.
     """
 
     setting: ClassVar[str]
@@ -146,7 +145,7 @@ class ChosenBlocks(Pattern, PageReader):
     def choose_past_pages(
         self,
         q: Float[Array, "B N H"],
-        summaries: dict[str, Float[Array, "B K P H"]],
+        summaries: dict[str, Float[Array, "B K P*V H"]],
         last: Int[Array, " B"],
     ) -> tuple[Int[Array, "B h m"], Bool[Array, "B h m"]]:
         """Returns what `choose` returns for the last token of each row, as in `choose_pages`."""

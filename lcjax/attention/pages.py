@@ -23,6 +23,8 @@ class PageReader(abc.ABC):
     Attributes:
       page: tokens of a page. Pages count the tokens of a row from its first one.
       num_pages: number of pages that a token reads.
+      dense_len: tokens of a text that all read all pages before them.
+      summaries_per_page: number of vectors V in each summary of a page, one after the other.
       exact_layers: first layers that read all pages.
       chooses_by_query_head: whether each query head chooses, or those of a key head together.
       setting: the key and value of a config that select it, for errors.
@@ -30,6 +32,8 @@ class PageReader(abc.ABC):
 
     page: int
     num_pages: int
+    dense_len: int = 0
+    summaries_per_page: int = 1
     exact_layers: int = 0
     chooses_by_query_head: bool
     setting: ClassVar[str]
@@ -41,14 +45,14 @@ class PageReader(abc.ABC):
     @abc.abstractmethod
     def summarise(
         self, keys: Float[Array, "B K P page H"], is_token: Bool[Array, "B 1 P page 1"]
-    ) -> dict[str, Float[Array, "B K P H"]]:
+    ) -> dict[str, Float[Array, "B K P*V H"]]:
         """Returns the summaries of pages with these keys, some of which are no tokens."""
 
     @abc.abstractmethod
     def choose_pages(
         self,
         q: Float[Array, "B N H"],
-        summaries: dict[str, Float[Array, "B K P H"]],
+        summaries: dict[str, Float[Array, "B K P*V H"]],
         last: Int[Array, " B"],
     ) -> tuple[Int[Array, "B h M"], Bool[Array, "B h M"]]:
         """Returns the pages that a token of each row reads, and whether each is one.
@@ -62,14 +66,15 @@ class PageReader(abc.ABC):
 
 @dataclass(frozen=True)
 class PagedCache(FullCache):
-    """All keys and values, and summaries [B, K, P, H] of the keys of each page.
+    """All keys and values, and summaries [B, K, P V, H] of the keys of each page.
 
     A page begins at an order index, not at a slot, so that padding does not move pages. A call
     computes the summaries of the pages of its tokens from their keys. Summaries of pages behind the
     last token may be out of date after a text was cut; they are not read before they are computed
     anew. A token that is alone in its call reads the pages that it chooses; those of a longer call
     attend as the pattern of the layer says. If the chosen keys of all heads are as many as the
-    cache has, they are not copied: the call reads all keys and hides the others.
+    cache has, they are not copied: the call reads all keys and hides the others. It also does so
+    while a row has at most `dense_len` tokens.
     """
 
     holds_keys_only: ClassVar[bool] = False
@@ -94,19 +99,26 @@ class PagedCache(FullCache):
         return self, length
 
     def _chooses(self, length: int) -> bool:
-        """Returns whether a text of `length` tokens has more pages than a query reads."""
-        return self.reader.num_pages < self._num_pages(length)
+        """Returns whether the last of `length` tokens has more pages than it reads."""
+        return self.reader.num_pages < self._num_pages(length) and length > self.reader.dense_len
 
     def _num_pages(self, slots: int) -> int:
         return -(-slots // self.reader.page)
 
+    def _num_summaries(self, slots: int) -> int:
+        return self._num_pages(slots) * self.reader.summaries_per_page
+
     def num_visible(self, length, tokens):
-        return min(length, self.reader.num_pages * self.reader.page) if tokens == 1 else length
+        if tokens > 1 or not self._chooses(length):
+            return length
+        return min(length, self.reader.num_pages * self.reader.page)
 
     def num_multiplied(self, length, tokens):
+        if tokens > 1 or not self._chooses(length):
+            return length
         # At most two products with the summaries of a page cost what a key costs, a logit and a
         # weighted value.
-        summaries = self._num_pages(length) if tokens == 1 and self._chooses(length) else 0
+        summaries = self._num_pages(length) * -(-self.reader.summaries_per_page // 2)
         return self.num_visible(length, tokens) + summaries
 
     def read_arrays(self, layer, length, tokens, devices=1):
@@ -128,17 +140,17 @@ class PagedCache(FullCache):
 
     def _summaries(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shapes and dtypes of the summaries of the pages of `slots` slots."""
-        shape = layer.num_kv_heads, self._num_pages(slots), layer.head_dim
+        shape = layer.num_kv_heads, self._num_summaries(slots), layer.head_dim
         dtypes = self.reader.summary_dtypes(layer)
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
     def branch(self, arrays, pick):
         picked = super().branch({name: arrays[name] for name in ("keys", "values")}, pick)
         *_, slots, _ = picked["keys"].shape
-        pages = jnp.arange(self._num_pages(slots))
+        places = jnp.arange(self._num_summaries(slots))
 
         def copy(x):
-            x = jnp.take(x, pages, axis=-2, mode="fill", fill_value=0)
+            x = jnp.take(x, places, axis=-2, mode="fill", fill_value=0)
             return jnp.broadcast_to(x, (*picked["keys"].shape[:-2], *x.shape[-2:]))
 
         return picked | {name: copy(x) for name, x in arrays.items() if name not in picked}
@@ -163,10 +175,12 @@ class PagedCache(FullCache):
         keys = keys.reshape(*keys.shape[:2], count, size, -1)
         is_token = (order <= index[:, -1:]).reshape(-1, 1, count, size, 1)
         new = self.reader.summarise(keys, is_token)
-        rows = jnp.arange(len(pages))[:, None]
+        rows, each = jnp.arange(len(pages))[:, None], self.reader.summaries_per_page
+        places = (pages[..., None] * each + jnp.arange(each)).reshape(len(pages), -1)
+        is_written = jnp.repeat(is_token[:, 0, :, 0, 0], each, axis=1)
 
         def write(name, new):
-            inside = jnp.where(is_token[:, 0, :, 0, 0], pages, arrays[name].shape[2])
+            inside = jnp.where(is_written, places, arrays[name].shape[2])
             return arrays[name].at[rows, :, inside].set(new.swapaxes(1, 2), mode="drop")
 
         return {name: write(name, x) for name, x in new.items()}
@@ -177,21 +191,31 @@ class PagedCache(FullCache):
         rotated = rotate_queries(q, metadata.q_positions, metadata.rotation)[:, 0]
         pages, is_page = self.reader.choose_pages(rotated, arrays, last)
         keys, values = arrays["keys"], arrays["values"]
-        if pages.shape[1] // keys.shape[1] * pages.shape[2] * size >= keys.shape[2]:
-            # Copies of the chosen keys would be more than all keys, which are read in place.
+
+        def in_place():
             is_read = jax.vmap(jax.vmap(_is_listed, (0, 0, None)), (0, 0, None))
             is_read = is_read(pages, is_page, -(-keys.shape[2] // size))
+            is_read |= (last < self.reader.dense_len)[:, None, None]
             index = jnp.where(view.slots.segments != 0, view.slots.index, -1)
             visible = jnp.take_along_axis(is_read, jnp.maximum(index, 0)[:, None] // size, axis=2)
             visible &= ((index >= 0) & (index <= last[:, None]))[:, None]
             partial = _attend_to_visible(rotated, keys, values, visible, metadata.soft_cap)
             return merge([partial, *metadata.extra_partials])[0]
-        order = pages[..., None] * size + jnp.arange(size)
-        is_token = is_page[..., None] & (order <= last[:, None, None, None])
-        order = jnp.where(is_token, order, -1).reshape(*order.shape[:2], -1)
-        slots = jax.vmap(lambda places, order: places[order])(places, jnp.maximum(order, 0))
-        pair = (_entries(x, slots) for x in (keys, values))
-        return attend_by_head(q, *pair, order, Causal(), metadata)
+
+        def from_copies():
+            order = pages[..., None] * size + jnp.arange(size)
+            is_token = is_page[..., None] & (order <= last[:, None, None, None])
+            order = jnp.where(is_token, order, -1).reshape(*order.shape[:2], -1)
+            slots = jax.vmap(lambda places, order: places[order])(places, jnp.maximum(order, 0))
+            pair = (_entries(x, slots) for x in (keys, values))
+            return attend_by_head(q, *pair, order, Causal(), metadata)
+
+        if pages.shape[1] // keys.shape[1] * pages.shape[2] * size >= keys.shape[2]:
+            return in_place()  # copies of the chosen keys would be more than all keys
+        if not self.reader.dense_len:
+            return from_copies()
+        reads_all = (last >= 0) & (last < self.reader.dense_len)
+        return jax.lax.cond(reads_all.any(), in_place, from_copies)
 
 
 def _is_listed(pages: Int[Array, " M"], is_page: Bool[Array, " M"], count: int) -> Array:
