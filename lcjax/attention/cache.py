@@ -421,7 +421,11 @@ class FullCache(LayerCache):
         return length
 
     def arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
-        return self.storage.arrays(layer, slots) | {
+        return self.storage.arrays(layer, slots) | self.feature_arrays(layer, slots)
+
+    def feature_arrays(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns those of `arrays` that hold features of keys."""
+        return {
             name: jax.ShapeDtypeStruct((heads, slots, size), layer.dtype)
             for name, heads, size in self.features
         }

@@ -15,12 +15,19 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention.base import AttentionMetadata, Pass, Pattern, partial_attention, rotate_qk
-from lcjax.attention.cache import LayerCache
-from lcjax.attention.pages import PagedCache, PageReader
+from lcjax.attention.base import (
+    AttentionMetadata,
+    Pass,
+    Pattern,
+    partial_attention,
+    rotate_qk,
+)
+from lcjax.attention.cache import Arrays, LayerCache
+from lcjax.attention.cache import Tokens as CachedTokens
+from lcjax.attention.on_devices import Tokens, on_devices
+from lcjax.attention.pages import NewToken, PagedCache, PageReader
 from lcjax.errors import PositiveInt
 from lcjax.rope.rotation import no_rotation
 from pallas_kernels import (
@@ -37,19 +44,6 @@ from pallas_kernels import (
 from pallas_kernels.rows import Groups, block_owners, combine_rows, group_rows, take_rows
 
 _MAX_COPIES = 8  # copies of all queries that a layer holds at a time, if they are many numbers
-
-
-class Tokens(NamedTuple):
-    """Positions, order indices and documents of tokens."""
-
-    positions: Int[Array, "B S"]
-    index: Int[Array, "B S"]
-    segments: Int[Array, "B S"] | None  # 0 is padding; None: one document
-
-    @classmethod
-    def of(cls, positions, index, segments) -> Tokens:
-        index = jnp.arange(positions.shape[1], dtype=jnp.int32) if index is None else index
-        return cls(positions, jnp.broadcast_to(index, positions.shape), segments)
 
 
 class Blocks(NamedTuple):
@@ -134,7 +128,8 @@ class ChosenBlocks(Pattern, PageReader):
           q, k: rotated queries and keys of one device.
           queries, keys: their positions, order indices and documents.
           blocks: the complete blocks of the keys.
-          metadata: that of the call, whose rotation is applied already.
+          metadata: that of the call, whose rotation is applied already. On several devices, its
+            features of queries have key heads or query heads as their third axis.
 
         Returns:
           Numbers 0 ... C - 1 of `blocks` that are `candidates` of the query, each at most once; C
@@ -143,10 +138,7 @@ class ChosenBlocks(Pattern, PageReader):
 
     @abc.abstractmethod
     def choose_past_pages(
-        self,
-        q: Float[Array, "B N H"],
-        summaries: dict[str, Float[Array, "B K P*V H"]],
-        last: Int[Array, " B"],
+        self, token: NewToken, arrays: Arrays, slots: CachedTokens
     ) -> tuple[Int[Array, "B h m"], Bool[Array, "B h m"]]:
         """Returns what `choose` returns for the last token of each row, as in `choose_pages`."""
 
@@ -197,33 +189,7 @@ class ChosenBlocks(Pattern, PageReader):
         if self.reads_all(k.shape[1]) or not self.num_chosen:
             return super().attend(q, k, v, metadata)
         self.check_metadata(metadata)
-        queries = Tokens.of(metadata.q_positions, metadata.q_index, metadata.q_segments)
-        keys = Tokens.of(metadata.k_positions, metadata.k_index, metadata.k_segments)
-        layout, rotation = metadata.layout, metadata.rotation
-        plain = metadata.replace(layout=None, row_indices=None)
-
-        def local(q, k, v, queries, keys, rotation):
-            return self._attend(q, k, v, queries, keys, plain.replace(rotation=rotation))
-
-        if layout is None:
-            return local(q, k, v, queries, keys, rotation)
-        layout = layout.fitting(q, k)
-        by_row, of_rotation = PartitionSpec(layout.rows), PartitionSpec()
-        if rotation.inv_freq.ndim > 1:  # one for each row
-            of_rotation = by_row
-        heads = layout.heads if k.shape[2] % layout.size(layout.heads) == 0 else None
-        of_queries = PartitionSpec(layout.rows, layout.length)
-        of_keys = PartitionSpec(layout.rows, None, heads)
-        return jax.shard_map(
-            local,
-            mesh=layout.mesh,
-            in_specs=(
-                *(PartitionSpec(*of_queries, heads), of_keys, of_keys),
-                *(of_queries, by_row, of_rotation),
-            ),
-            out_specs=PartitionSpec(*of_queries, heads),
-            check_vma=False,
-        )(q, k, v, queries, keys, rotation)
+        return on_devices(self._attend, q, k, v, metadata, by_head=True)
 
     def _attend(
         self,
@@ -233,13 +199,10 @@ class ChosenBlocks(Pattern, PageReader):
         queries: Tokens,
         keys: Tokens,
         metadata: AttentionMetadata,
+        axis: str | None = None,
     ) -> Float[Array, "B T N Hv"]:
         """Computes attention on one device, to the near blocks and to the chosen ones."""
-        metadata = metadata.replace(
-            q_positions=queries.positions, k_positions=keys.positions,
-            q_index=queries.index, k_index=keys.index,
-            q_segments=queries.segments, k_segments=keys.segments,
-        )  # fmt: skip
+        del axis
         q, k = rotate_qk(q, k, metadata)
         metadata = metadata.replace(rotation=no_rotation(), keys_rotated=True)
         with jax.named_scope("choose"):
@@ -288,20 +251,18 @@ class ChosenBlocks(Pattern, PageReader):
           elements: numbers that `best` computes for one query of all rows.
         """
         count = blocks.numbers.shape[1]
-        if queries.segments is None:
-            queries = queries._replace(segments=jnp.ones(queries.index.shape, jnp.int32))
 
         def of_query(arrays):
             arrays, query = arrays
             ids, is_block = best(arrays, query, self.candidates(blocks, *query[1:]))
             return jnp.where(is_block, ids, count)
 
-        arrays = jax.lax.stop_gradient(arrays), queries
+        arrays = jax.lax.stop_gradient(arrays), queries.with_segments()
         return gather.by_query(of_query, arrays, elements).swapaxes(1, 2)
 
-    def choose_pages(self, q, summaries, last):
-        ids, is_block = self.choose_past_pages(q, summaries, last)
-        near = last[:, None] // self.block - jnp.arange(self.local, -1, -1, dtype=jnp.int32)
+    def choose_pages(self, token, arrays, slots):
+        ids, is_block = self.choose_past_pages(token, arrays, slots)
+        near = token.index[:, None] // self.block - jnp.arange(self.local, -1, -1, dtype=jnp.int32)
         near = jnp.broadcast_to(near[:, None], (*ids.shape[:2], self.local + 1))
         ids = jnp.concatenate([ids, jnp.maximum(near, 0)], -1)
         return ids, jnp.concatenate([is_block, near >= 0], -1)

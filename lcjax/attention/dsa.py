@@ -5,16 +5,12 @@ Letters: I index heads, J channels of an index head, M keys that a query reads.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import (
@@ -26,8 +22,17 @@ from lcjax.attention.base import (
     rotate_qk,
 )
 from lcjax.attention.cache import FullCache, LayerCache
+from lcjax.attention.indexer import (
+    index_rotation,
+    is_listed,
+    kl_divergence,
+    lengths,
+    log_softmax,
+    logits,
+    tie,
+)
+from lcjax.attention.on_devices import on_devices
 from lcjax.errors import Interval, PositiveInt
-from lcjax.rope.rotation import Rotation
 from pallas_kernels import causal, gather, window
 
 _EPSILON = 1e-6  # of the norm of index keys
@@ -105,7 +110,7 @@ class DSA(Pattern):
         return self.dense or keys <= self.top_k
 
     def features(self, parameters, x, q, k, metadata):
-        rotation = _index_rotation(metadata.rotation, self.head_dim)
+        rotation = index_rotation(metadata.rotation, self.head_dim)
         x = jax.lax.stop_gradient(x)
         queries = gather.einsum("BTD,DIJ->BTIJ", x, parameters["index_query"]).astype(x.dtype)
         keys = gather.einsum("BTD,DJ->BTJ", x, parameters["index_key"])
@@ -123,7 +128,7 @@ class DSA(Pattern):
         if self._reads_all(k.shape[1]):
             return super().attend(q, k, v, metadata)
         self.check_metadata(metadata)
-        return _on_devices(self._attend, q, k, v, metadata)
+        return on_devices(self._attend, q, k, v, metadata, by_head=False)
 
     def divergence(self, q, k, metadata):
         """Returns the KL divergence of the indexer's softmax from the mean of all heads' (eq. 3).
@@ -131,132 +136,74 @@ class DSA(Pattern):
         Both are over the visible keys if attention is full, else over the chosen ones, for which
         each head's softmax is computed anew.
         """
-        return _on_devices(self._divergence, q, k, None, metadata)
+        return on_devices(self._divergence, q, k, None, metadata, by_head=False)
 
-    def _attend(self, q, k, v, queries: _Queries, keys: _Keys, metadata: AttentionMetadata):
+    def _attend(self, q, k, v, queries, keys, metadata, axis):
         """Computes attention on one device."""
+        del axis
         q, k = rotate_qk(q, k, metadata)
+        keys, index = keys.with_segments(), metadata.features.keys["index"][:, :, 0]
         copies = 8 * self.top_k <= k.shape[1]
 
         @jax.checkpoint
         def of_query(arrays):
-            q, queries = arrays
-            ids, is_key = self._choose(queries, keys)
+            q, features, query = arrays
+            ids, is_key = self._choose(features, index, keys.visible_to(query))
             if copies:
                 pair = (jnp.take_along_axis(x, ids[..., None, None], axis=1) for x in (k, v))
                 return _attention(q, *pair, is_key, metadata.soft_cap)
-            return _attention(q, k, v, _is_listed(ids, is_key, k.shape[1]), metadata.soft_cap)
+            return _attention(q, k, v, is_listed(ids, is_key, k.shape[1]), metadata.soft_cap)
 
-        rows, size = q.shape[0], k.shape[1]
+        size = k.shape[1]
         elements = self.heads * size + q.shape[2] * (self.top_k if copies else size)
         elements += 2 * self.top_k * k.shape[2] * k.shape[3] if copies else 0
+        arrays = q, metadata.features.queries, queries.with_segments()
         with jax.named_scope("attention"):
-            return gather.by_query(of_query, (q, queries), rows * elements)
+            return gather.by_query(of_query, arrays, len(q) * elements)
 
-    def _divergence(self, q, k, v, queries: _Queries, keys: _Keys, metadata: AttentionMetadata):
+    def _divergence(self, q, k, v, queries, keys, metadata, axis):
         q, k = map(jax.lax.stop_gradient, rotate_qk(q, k, metadata))
-        axis = metadata.layout and metadata.layout.heads
-        num_heads = q.shape[2] * (1 if axis is None else metadata.layout.size(axis))
+        keys, index = keys.with_segments(), metadata.features.keys["index"][:, :, 0]
 
         @jax.checkpoint
         def of_query(arrays):
-            q, queries = arrays
-            visible = keys.visible(queries)
+            q, features, query = arrays
+            visible = keys.visible_to(query)
             if not self._reads_all(k.shape[1]):
-                visible = _is_listed(*self._choose(queries, keys), k.shape[1])
-            logits = _logits(q, k, metadata.soft_cap)
-            teacher = jnp.exp(_log_softmax(logits, visible[:, None])).sum(1)
-            if axis is not None:
-                teacher = jax.lax.psum(teacher, axis)
-            teacher = jax.lax.stop_gradient(teacher / num_heads)
-            student = _log_softmax(_scores(queries, keys), visible)
-            apart = jnp.log(jnp.where(teacher > 0, teacher, 1)) - student
-            return jnp.where(visible & (teacher > 0), teacher * apart, 0).sum(-1)
+                visible = is_listed(*self._choose(features, index, visible), k.shape[1])
+            x = logits(q, k, metadata.soft_cap)
+            teacher = jnp.exp(log_softmax(x, visible[:, None, None])).sum((1, 2))
+            teacher = teacher if axis is None else jax.lax.psum(teacher, axis)
+            num_heads = q.shape[1] * (1 if axis is None else jax.lax.axis_size(axis))
+            return kl_divergence(teacher / num_heads, _scores(features, index), visible)
 
-        elements = q.shape[0] * k.shape[1] * (self.heads + q.shape[2])
+        elements = len(q) * k.shape[1] * (self.heads + q.shape[2])
+        arrays = q, metadata.features.queries, queries.with_segments()
         with jax.named_scope("divergence"):
-            return gather.by_query(of_query, (q, queries), elements)
+            return gather.by_query(of_query, arrays, elements)
 
     def _choose(
-        self, queries: _Queries, keys: _Keys
+        self,
+        features: dict[str, Float[Array, "B ..."]],
+        index: Float[Array, "B S J"],
+        visible: Bool[Array, "B S"],
     ) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
         """Returns the keys that a query of each row reads, and whether each is one."""
-        queries, keys = jax.lax.stop_gradient((queries, keys))
-        share = max(gather.TIE, float(jnp.finfo(queries.index.dtype).eps) / 8)
-        of_query, of_keys = (
-            jnp.linalg.norm(x.index.astype(jnp.float32), axis=-1) for x in (queries, keys)
-        )
-        visible = keys.visible(queries)
-        bound = (jnp.abs(queries.weight) * of_query).sum(-1)
-        bound *= jnp.where(visible, of_keys, 0).max(-1)
-        margin = share * bound[:, None]
-        return gather.best(_scores(queries, keys), self.top_k, visible, margin)
+        features, index = jax.lax.stop_gradient((features, index))
+        bound = (jnp.abs(features["weight"]) * lengths(features["index"])).sum(-1)
+        bound *= jnp.where(visible, lengths(index), 0).max(-1)
+        margin = tie(index.dtype) * bound[:, None]
+        return gather.best(_scores(features, index), self.top_k, visible, margin)
 
 
-def _index_rotation(rotation: Rotation, size: int) -> Rotation:
-    """Returns the rotation of index heads with `size` channels, without scales.
-
-    It has the frequencies of the layer; if they are too many for the channels, some, evenly spaced.
-    """
-    pairs, fitting = rotation.inv_freq.shape[-1], size // 2
-    frequencies = rotation.inv_freq
-    if fitting < pairs:
-        frequencies = frequencies[..., np.arange(fitting) * pairs // max(fitting, 1)]
-    return Rotation(frequencies)
-
-
-class _Queries(NamedTuple):
-    """Index queries [B, T] or [B], and what decides which keys they may read."""
-
-    index: Float[Array, "*B I J"]
-    weight: Float[Array, "*B I"]
-    order: Int[Array, " *B"]  # order indices
-    segments: Int[Array, " *B"]  # documents; 0 is padding
-
-
-class _Keys(NamedTuple):
-    index: Float[Array, "B S J"]
-    order: Int[Array, "B S"]
-    segments: Int[Array, "B S"]
-
-    def visible(self, queries: _Queries) -> Bool[Array, "B S"]:
-        """Returns which keys one query of each row may read."""
-        segments = queries.segments[:, None]
-        same = (self.segments == segments) & (segments != 0)
-        return same & (self.order <= queries.order[:, None])
-
-
-def _scores(queries: _Queries, keys: _Keys) -> Float[Array, "B S"]:
+def _scores(
+    features: dict[str, Float[Array, "B ..."]], index: Float[Array, "B S J"]
+) -> Float[Array, "B S"]:
     """Returns the indexer's scores of all keys for one query of each row (eq. 1)."""
-    products = gather.einsum("BIJ,BSJ->BIS", queries.index, keys.index.astype(queries.index.dtype))
-    return (jax.nn.relu(products) * queries.weight[..., None]).sum(1)
-
-
-def _is_listed(
-    ids: Int[Array, "B M"], is_valid: Bool[Array, "B M"], count: int
-) -> Bool[Array, "B S"]:
-    """Returns whether each of `count` keys is among the valid `ids`."""
-    rows = jnp.arange(len(ids))[:, None]
-    ids = jnp.where(is_valid, ids, count)
-    return jnp.zeros((len(ids), count), bool).at[rows, ids].set(True, mode="drop")
-
-
-def _logits(
-    q: Float[Array, "B N H"], k: Float[Array, "B S K H"], soft_cap: float | None
-) -> Float[Array, "B N S"]:
-    grouped = q.reshape(len(q), k.shape[2], -1, q.shape[2])
-    x = gather.einsum("BKGH,BSKH->BKGS", grouped, k.astype(q.dtype)) * q.shape[2] ** -0.5
-    x = x.reshape(len(q), q.shape[1], -1)
-    return x if soft_cap is None else soft_cap * jnp.tanh(x / soft_cap)
-
-
-def _log_softmax(x: Float[Array, "... S"], visible: Bool[Array, "... S"]) -> Float[Array, "... S"]:
-    """Returns the log-softmax over visible entries; -inf for others, and in rows without any."""
-    x = jnp.where(visible, x, -jnp.inf)
-    largest = jax.lax.stop_gradient(x.max(-1, keepdims=True))
-    x = x - jnp.where(largest > -jnp.inf, largest, 0)
-    total = jnp.where(visible, jnp.exp(x), 0).sum(-1, keepdims=True)
-    return x - jnp.log(jnp.where(total > 0, total, 1))
+    products = gather.einsum(
+        "BIJ,BSJ->BIS", features["index"], index.astype(features["index"].dtype)
+    )
+    return (jax.nn.relu(products) * features["weight"][..., None]).sum(1)
 
 
 def _attention(
@@ -267,63 +214,6 @@ def _attention(
     soft_cap: float | None,
 ) -> Float[Array, "B N Hv"]:
     """Returns attention of one query of each row to the visible keys; 0 if there are none."""
-    weights = jnp.exp(_log_softmax(_logits(q, k, soft_cap), visible[:, None]))
-    grouped = weights.astype(v.dtype).reshape(len(q), k.shape[2], -1, k.shape[1])
-    out = gather.einsum("BKGS,BSKH->BKGH", grouped, v)
+    weights = jnp.exp(log_softmax(logits(q, k, soft_cap), visible[:, None, None]))
+    out = gather.einsum("BKGS,BSKH->BKGH", weights.astype(v.dtype), v)
     return out.reshape(*q.shape[:2], -1).astype(q.dtype)
-
-
-def _on_devices(
-    run: Callable[..., jax.Array],
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K Hv"] | None,
-    metadata: AttentionMetadata,
-) -> jax.Array:
-    """Calls `run` with the queries of each device and all keys of their rows.
-
-    `run` has the arguments (q, k, v, queries, keys, metadata), in which metadata have positions and
-    rotation, and the layout of the devices if there are several.
-    """
-    features, shape = metadata.features, q.shape[:2]
-
-    def of_tokens(order, segments, shape):
-        order = jnp.broadcast_to(order, shape)
-        return order, jnp.ones(shape, jnp.int32) if segments is None else segments
-
-    queries = _Queries(
-        features.queries["index"],
-        features.queries["weight"],
-        *of_tokens(metadata.q_order, metadata.q_segments, shape),
-    )
-    of_keys = of_tokens(metadata.k_order, metadata.k_segments, k.shape[:2])
-    keys = _Keys(features.keys["index"][:, :, 0], *of_keys)
-    plain = metadata.replace(
-        row_indices=None, features=Features({}, {}, {}), layout=None, q_index=None, k_index=None,
-        q_segments=None, k_segments=None,
-    )  # fmt: skip
-    positions = metadata.q_positions, metadata.k_positions
-
-    def local(q, k, v, queries, keys, positions, rotation, layout=None):
-        q_positions, k_positions = positions
-        options = {"q_positions": q_positions, "k_positions": k_positions, "rotation": rotation}
-        return run(q, k, v, queries, keys, plain.replace(**options, layout=layout))
-
-    if metadata.layout is None:
-        return local(q, k, v, queries, keys, positions, metadata.rotation)
-    layout = metadata.layout.fitting(q, k)
-    heads = layout.heads if k.shape[2] % layout.size(layout.heads) == 0 else None
-    layout = dataclasses.replace(layout, heads=heads)
-    by_query, by_row = PartitionSpec(layout.rows, layout.length), PartitionSpec(layout.rows)
-    of_rotation = by_row if metadata.rotation.inv_freq.ndim > 1 else PartitionSpec()
-    of_k = PartitionSpec(layout.rows, None, heads)
-    return jax.shard_map(
-        functools.partial(local, layout=layout),
-        mesh=layout.mesh,
-        in_specs=(
-            *(PartitionSpec(*by_query, heads), of_k, of_k, by_query, by_row),
-            *((by_query, by_row), of_rotation),
-        ),
-        out_specs=PartitionSpec(*by_query, heads) if v is not None else by_query,
-        check_vma=False,
-    )(q, k, v, queries, keys, positions, metadata.rotation)

@@ -166,14 +166,14 @@ class InfLLMV2(ChosenBlocks):
         means = wide.reshape(rows, heads, pages * self._strides, self.stride, size).mean(3)
         return {"means": means.astype(keys.dtype)}
 
-    def choose_past_pages(self, q, summaries, last):
-        means = summaries["means"].swapaxes(1, 2)
+    def choose_past_pages(self, token, arrays, slots):
+        means, last = arrays["means"].swapaxes(1, 2), token.index
         numbers = jnp.arange(means.shape[1], dtype=jnp.int32)[None]
         windows = self._windows(means, numbers, numbers >= 0)
         pages = jnp.arange(numbers.size // self._strides, dtype=jnp.int32)[None]
         is_candidate = pages < (last // self.block - self.local)[:, None]
         places = pages * self._strides
-        return self._best(q, windows, windows.visible(last), places, pages, is_candidate)
+        return self._best(token.q, windows, windows.visible(last), places, pages, is_candidate)
 
 
 class _Windows(NamedTuple):

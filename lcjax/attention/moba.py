@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import Pattern
-from lcjax.attention.chosen_blocks import ChosenBlocks, _table  # noqa: F401  (of its test)
+from lcjax.attention.chosen_blocks import ChosenBlocks
 from lcjax.errors import PositiveInt
 from pallas_kernels import gather
 
@@ -74,7 +74,7 @@ class MoBA(ChosenBlocks):
     def summarise(self, keys, is_token):
         return {"means": jnp.where(is_token, keys, 0).astype(jnp.float32).mean(3)}
 
-    def choose_past_pages(self, q, summaries, last):
-        means = summaries["means"].swapaxes(1, 2)
-        is_past = jnp.arange(means.shape[1]) < (last // self.block)[:, None]
-        return self._best(q, means, is_past)
+    def choose_past_pages(self, token, arrays, slots):
+        means = arrays["means"].swapaxes(1, 2)
+        is_past = jnp.arange(means.shape[1]) < (token.index // self.block)[:, None]
+        return self._best(token.q, means, is_past)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import attend_by_head, rotate_queries
-from lcjax.attention.cache import Arrays, FullCache, LayerShape, View
+from lcjax.attention.cache import Arrays, FullCache, LayerShape, Tokens, View
 from lcjax.attention.causal import Causal
 from lcjax.errors import InputError
 from pallas_kernels import gather, merge
+
+
+class NewToken(NamedTuple):
+    """A token of each row that is alone in its call, and chooses pages."""
+
+    q: Float[Array, "B N H"]  # rotated
+    index: Int[Array, " B"]  # order index
+    features: dict[str, Float[Array, "B ..."]]  # `Features.queries`
 
 
 class PageReader(abc.ABC):
@@ -50,17 +58,15 @@ class PageReader(abc.ABC):
 
     @abc.abstractmethod
     def choose_pages(
-        self,
-        q: Float[Array, "B N H"],
-        summaries: dict[str, Float[Array, "B K P*V H"]],
-        last: Int[Array, " B"],
+        self, token: NewToken, arrays: Arrays, slots: Tokens
     ) -> tuple[Int[Array, "B h M"], Bool[Array, "B h M"]]:
         """Returns the pages that a token of each row reads, and whether each is one.
 
         Args:
-          q: rotated queries.
-          summaries: those of all pages.
-          last: order index of the token.
+          token: the token.
+          arrays: those of the layer: keys, values, features [B, h, S, _], and summaries of all
+            pages [B, K, P V, H].
+          slots: the tokens in the slots, the new one included.
         """
 
 
@@ -125,7 +131,8 @@ class PagedCache(FullCache):
         if tokens > 1 or not self._chooses(length):
             return super().arrays(layer, length)
         keys = min(length, self._choices(layer) * self.num_visible(length, tokens))
-        return super().arrays(layer, keys) | self._summaries(layer, length)
+        arrays = super().arrays(layer, keys) | self.feature_arrays(layer, length)
+        return arrays | self._summaries(layer, length)
 
     def _choices(self, layer: LayerShape) -> int:
         """Returns how many choices the query heads of a key head make."""
@@ -145,7 +152,7 @@ class PagedCache(FullCache):
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
     def branch(self, arrays, pick):
-        picked = super().branch({name: arrays[name] for name in ("keys", "values")}, pick)
+        picked = super().branch({name: arrays[name] for name in self.slot_arrays}, pick)
         *_, slots, _ = picked["keys"].shape
         places = jnp.arange(self._num_summaries(slots))
 
@@ -162,6 +169,7 @@ class PagedCache(FullCache):
         arrays = arrays | self._summaries_of_new(arrays, view, places)
         if q.shape[1] == 1:
             return self._read_pages(arrays, q, view, places, metadata), arrays
+        metadata = self.with_features(arrays, metadata)
         return pattern.attend(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), metadata), arrays
 
     def _summaries_of_new(self, arrays: Arrays, view: View, places: Int[Array, "B S"]) -> Arrays:
@@ -189,7 +197,9 @@ class PagedCache(FullCache):
         """Computes attention of one token of each row over the pages that it chooses."""
         size, last = self.reader.page, view.new.index[:, -1]
         rotated = rotate_queries(q, metadata.q_positions, metadata.rotation)[:, 0]
-        pages, is_page = self.reader.choose_pages(rotated, arrays, last)
+        features = jax.tree.map(lambda x: x[:, 0], metadata.features.queries)
+        token = NewToken(rotated, last, features)
+        pages, is_page = self.reader.choose_pages(token, arrays, view.slots)
         keys, values = arrays["keys"], arrays["values"]
 
         def in_place():

@@ -106,5 +106,5 @@ class Quest(CacheMethod, PageReader):
 
         return {"low": bound(jnp.min, jnp.inf), "high": bound(jnp.max, -jnp.inf)}
 
-    def choose_pages(self, q, summaries, last):
-        return self.choose(self.bounds(q, summaries["low"], summaries["high"]), last)
+    def choose_pages(self, token, arrays, slots):
+        return self.choose(self.bounds(token.q, arrays["low"], arrays["high"]), token.index)

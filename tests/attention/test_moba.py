@@ -9,7 +9,7 @@ import pytest
 import sparse_golden
 from tiny_lm import generated, ids, sharp_lm
 
-from lcjax.attention import AttentionMetadata, Causal, MoBA, VerticalSlash, moba
+from lcjax.attention import AttentionMetadata, Causal, MoBA, VerticalSlash, chosen_blocks
 from lcjax.attention.cache import LayerShape
 from lcjax.attention.pages import PagedCache
 from lcjax.cost import resources
@@ -205,7 +205,7 @@ def test_every_row_visits_the_keys_of_its_block_and_no_others():
     rng, count, block = np.random.default_rng(0), 9, 128
     chosen = jnp.asarray(rng.integers(0, count + 1, (1, 2, 500, 3)))  # 9: none
     groups = jax.vmap(jax.vmap(lambda x: group_rows(x, count, 16)))(chosen)
-    table = moba._table(groups, count, block)
+    table = chosen_blocks._table(groups, count, block)
     flat = np.asarray(chosen).reshape(1, 2, -1)
     for head in range(2):
         visited = 0

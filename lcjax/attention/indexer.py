@@ -1,0 +1,78 @@
+"""What indexers share, which learn the choice of keys from the probabilities of attention.
+
+Letters: I index heads, J channels of an index head.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from lcjax.rope.rotation import Rotation
+from pallas_kernels import gather
+
+
+def index_rotation(rotation: Rotation, size: int) -> Rotation:
+    """Returns the rotation of index heads with `size` channels, without scales.
+
+    It has the frequencies of the layer; if they are too many for the channels, some, evenly spaced.
+    """
+    frequencies, pairs, fitting = rotation.inv_freq, rotation.inv_freq.shape[-1], size // 2
+    if fitting < pairs:
+        frequencies = frequencies[..., np.arange(fitting) * pairs // max(fitting, 1)]
+    return Rotation(frequencies)
+
+
+def lengths(x: Float[Array, "... J"]) -> Float[Array, ...]:
+    """Returns the float32 lengths of vectors."""
+    return jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
+
+
+def tie(dtype: jnp.dtype) -> float:
+    """Returns the share of a bound of scores below which differences count as rounding."""
+    return max(gather.TIE, float(jnp.finfo(dtype).eps) / 8)
+
+
+def is_listed(
+    ids: Int[Array, "*A M"], is_valid: Bool[Array, "*A M"], count: int
+) -> Bool[Array, "*A count"]:
+    """Returns whether each of 0 ... count - 1 is among the valid `ids`."""
+    flat = jnp.where(is_valid, ids, count).reshape(-1, ids.shape[-1])
+    rows = jnp.arange(len(flat))[:, None]
+    listed = jnp.zeros((len(flat), count), bool).at[rows, flat].set(True, mode="drop")
+    return listed.reshape(*ids.shape[:-1], count)
+
+
+def logits(
+    q: Float[Array, "B N H"], k: Float[Array, "B S K H"], soft_cap: float | None
+) -> Float[Array, "B K G S"]:
+    """Returns the float32 logits of one query of each row, by key head."""
+    grouped = q.reshape(len(q), k.shape[2], -1, q.shape[2])
+    x = gather.einsum("BKGH,BSKH->BKGS", grouped, k.astype(q.dtype)) * q.shape[2] ** -0.5
+    return x if soft_cap is None else soft_cap * jnp.tanh(x / soft_cap)
+
+
+def log_softmax(x: Float[Array, "... S"], visible: Bool[Array, "... S"]) -> Float[Array, "... S"]:
+    """Returns the log-softmax over visible entries; -inf for others, and in rows without any."""
+    x = jnp.where(visible, x, -jnp.inf)
+    largest = jax.lax.stop_gradient(x.max(-1, keepdims=True))
+    x = x - jnp.where(largest > -jnp.inf, largest, 0)
+    total = jnp.where(visible, jnp.exp(x), 0).sum(-1, keepdims=True)
+    return x - jnp.log(jnp.where(total > 0, total, 1))
+
+
+def kl_divergence(
+    teacher: Float[Array, "... S"], scores: Float[Array, "... S"], visible: Bool[Array, "... S"]
+) -> Float[Array, ...]:
+    """Returns the divergence of the softmax of `scores` over visible keys from the teacher.
+
+    Args:
+      teacher: probabilities, through which no gradient flows.
+      scores: those of the indexer.
+      visible: the keys over which both are distributions; others have no part.
+    """
+    teacher = jax.lax.stop_gradient(teacher)
+    apart = jnp.log(jnp.where(teacher > 0, teacher, 1)) - log_softmax(scores, visible)
+    return jnp.where(visible & (teacher > 0), teacher * apart, 0).sum(-1)
