@@ -33,6 +33,7 @@ from lcjax.attention.lm_infinite import LMInfinite, ReRoPE
 from lcjax.attention.longformer import Longformer
 from lcjax.attention.merging import Merging
 from lcjax.attention.moba import MoBA
+from lcjax.attention.msa import MSA
 from lcjax.attention.policies import (
     H2O,
     Cap,
@@ -70,7 +71,7 @@ from lcjax.attention.vertical_slash import SparseHead, VerticalSlash, search_hea
 from lcjax.attention.xattention import XAttention
 
 __all__ = [
-    "DSA", "H2O", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AdaptiveOriginal",
+    "DSA", "H2O", "MSA", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AdaptiveOriginal",
     "AttentionMetadata", "Bidirectional", "BigBird", "CacheMethod", "CachePolicy", "Candidates",
     "Cap", "Causal", "Channels", "Chunked", "Compactor", "Composite", "Critical", "Cur",
     "Disentangled", "DualChunk", "DuoAttention", "Exact", "ExpectedAttention", "Finch",

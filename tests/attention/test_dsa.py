@@ -9,21 +9,16 @@ import pytest
 import sparse_golden as golden
 from tiny_lm import generated, ids, sharp_lm
 
-from lcjax.attention import DSA, Causal
+from lcjax.attention import DSA
 from lcjax.attention.base import Features
 from lcjax.errors import InputError
 from lcjax.generation.sampling import Sampling
-from lcjax.models import Decoder, LayerKind, preset
-from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
+from lcjax.models import LayerKind, preset
 from lcjax.rope import Rotation
-from lcjax.rope.positions import PlainPositions
-from lcjax.training.objective import language_model
-from lcjax.tree import flatten, split
 from pallas_kernels import gather
 
 CONFIG = preset("tiny").replace(num_layers=2, num_heads=4, num_kv_heads=2)
 SPARSE = DSA(heads=3, head_dim=CONFIG.head_dim, top_k=20)
-DENSE = DSA(heads=3, head_dim=CONFIG.head_dim, top_k=20, dense=True)
 
 
 def case(name):
@@ -152,109 +147,6 @@ def test_scores_and_choices_are_those_of_transformers(name, no_ties):
     chosen = np.zeros(scores.shape, bool)
     np.put_along_axis(chosen, np.asarray(ids), True, -1)
     np.testing.assert_array_equal(chosen & causal, x["chosen"] & causal)
-
-
-@functools.cache
-def decoder_params(config):
-    init = jax.jit(Decoder(config).init)
-    return init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-
-
-def batch(rows=2, length=64):
-    rng = np.random.default_rng(5)
-    tokens = jnp.asarray(rng.integers(0, 256, (rows, length)))
-    segments = np.repeat([1, 2], [27, length - 27])[None].repeat(rows, 0)
-    segments[0, -5:] = 0
-    positions = np.maximum(np.arange(length), 0)[None].repeat(rows, 0)
-    weights = (segments != 0).astype(np.float32)
-    fields = {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1), "segments": segments}
-    fields |= {"positions": positions, "weights": weights}
-    return {name: jnp.asarray(x) for name, x in fields.items()}
-
-
-def loss_and_gradients(config, params, mesh=None):
-    """With all parameters trained, and the parts of the loss."""
-    objective = language_model(config, PlainPositions(), mesh=mesh)
-
-    @jax.jit
-    def run(params):
-        def loss(params):
-            total, count, parts = objective(params, {}, batch(), jax.random.key(0))
-            return total / count, parts
-
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    (loss, parts), gradients = run(params)
-    return loss, parts, flatten(gradients)
-
-
-def test_one_loss_trains_the_model_and_its_indexer_apart():
-    config = CONFIG.replace(pattern=SPARSE)
-    params = decoder_params(config)
-    loss, parts, gradients = loss_and_gradients(config, params)
-    np.testing.assert_allclose(
-        loss * batch()["weights"].sum(), parts["ce"] + parts["divergence"], rtol=1e-5
-    )
-    # Without the divergence the rest has the same gradients, and the indexer has none.
-    off = config.replace(pattern=DSA(3, CONFIG.head_dim, 20, divergence_factor=0.0))
-    _, _, plain = loss_and_gradients(off, params)
-    for path, gradient in gradients.items():
-        if "/pattern/" in path:
-            assert np.abs(gradient).max() > 0 and not np.any(plain[path])
-        else:
-            np.testing.assert_array_equal(gradient, plain[path])
-
-
-def test_the_first_stage_leaves_attention_full_and_lowers_the_divergence():
-    config, full = CONFIG.replace(pattern=DENSE), CONFIG.replace(pattern=Causal())
-    params = decoder_params(config)
-    _, parts, gradients = loss_and_gradients(config, params)
-    _, _, want = loss_and_gradients(full, params)
-    for path, gradient in gradients.items():
-        if "/pattern/" not in path:
-            np.testing.assert_array_equal(gradient, want[path])
-    # Trained alone, the indexer needs no logits, and learns the same.
-    trained, frozen = split(params, lambda path: "/pattern/" in path)
-    objective = language_model(config, PlainPositions())
-
-    @jax.jit
-    def step(trained):
-        def loss(trained):
-            total, count, parts = objective(trained, frozen, batch(), jax.random.key(0))
-            return total / count, parts
-
-        (loss, alone), slopes = jax.value_and_grad(loss, has_aux=True)(trained)
-        moved = jax.tree.map(lambda x, slope: x - 0.01 * jnp.sign(slope), trained, slopes)
-        return moved, loss, alone, slopes
-
-    trained, first, alone, slopes = step(trained)
-    assert set(alone) == {"divergence"}
-    np.testing.assert_allclose(alone["divergence"], parts["divergence"], rtol=1e-5)
-    for path, slope in flatten(slopes).items():
-        np.testing.assert_allclose(slope, gradients[path], rtol=1e-4, atol=1e-8)
-    for _ in range(30):
-        trained, last, *_ = step(trained)
-    assert last < 0.8 * first
-
-
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        Mesh(2, 2, 2, 1),
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (Mesh(1, 1, 8, 1), Mesh(1, 2, 2, 2))),
-    ],
-)
-def test_eight_devices_have_the_loss_and_gradients_of_one(mesh):
-    config, devices = CONFIG.replace(pattern=SPARSE), make_mesh(mesh)
-    params = decoder_params(config)
-    want, _, wanted = loss_and_gradients(config, params)
-    params = jax.device_put(params, param_shardings(devices, params))
-    found, _, gradients = loss_and_gradients(config, params, devices)
-    np.testing.assert_allclose(found, want, rtol=1e-5)
-    for path, gradient in gradients.items():
-        np.testing.assert_allclose(
-            gradient, wanted[path], rtol=1e-4, atol=2e-5 * np.abs(wanted[path]).max(), err_msg=path
-        )
 
 
 def test_generation_equals_reading_the_text_again():
