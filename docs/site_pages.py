@@ -78,6 +78,8 @@ PATTERNS = (
     attention.InfLLM(window=32, sinks=4, block=8, top_k=2, representatives=2, chunk=8),
     attention.InfLLMV2(block=16, top_k=4, kernel=8, stride=4, local=1, dense_len=0),
     attention.MoBA(block=16, top_k=3),
+    attention.DSA(heads=2, head_dim=16, top_k=24),
+    attention.MSA(block=16, top_k=3, head_dim=16),
     attention.Bidirectional(),
 )
 ROPES = (

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
-from lcjax.attention.cache import FullCache, LayerCache
+from lcjax.attention.cache import FullCache, LayerCache, LayerShape
 from lcjax.attention.inserted import InsertedTokens
 from lcjax.attention.relative import RelativeTerms
 from lcjax.errors import InputError, check_fields
@@ -393,6 +393,16 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     def divergence_factor(self) -> float:
         """The factor of `divergence` in the loss."""
         return 1.0
+
+    def choice_flops(self, layer: LayerShape, length: int, keys: float) -> float:
+        """Returns the FLOPs with which a query chooses among the keys before it; 0: it does not.
+
+        Args:
+          layer: the sizes of the layer.
+          length: tokens of the text.
+          keys: mean number of keys from which a query chooses.
+        """
+        return 0.0
 
     def key_positions(
         self, positions: Num[Array, "B S"], order: Int[Array, "*B S"]

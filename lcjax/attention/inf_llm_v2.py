@@ -81,6 +81,11 @@ class InfLLMV2(ChosenBlocks):
         """The number of strides of a block."""
         return self.block // self.stride
 
+    def choice_flops(self, layer, length, keys):
+        if self.reads_all(length):
+            return 0.0
+        return 2 * layer.num_heads * layer.head_dim * keys / self.stride
+
     def choose(self, q, k, queries, keys, blocks, metadata):
         del metadata
         strides = complete_blocks(keys, self.stride)

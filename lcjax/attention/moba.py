@@ -45,6 +45,11 @@ class MoBA(ChosenBlocks):
     block: PositiveInt = 4096  # tokens
     top_k: PositiveInt = 12  # blocks that a token reads, its own included
 
+    def choice_flops(self, layer, length, keys):
+        if self.reads_all(length):
+            return 0.0
+        return 2 * layer.num_heads * layer.head_dim * keys / self.block
+
     def choose(self, q, k, queries, keys, blocks, metadata):
         summaries = blocks.means(k)
 

@@ -88,6 +88,10 @@ class MSA(ChosenBlocks):
     def reads_all(self, keys):
         return self.dense or super().reads_all(keys)
 
+    def choice_flops(self, layer, length, keys):
+        learns = self.dense or not self.reads_all(length)
+        return 2.0 * layer.num_kv_heads * self.head_dim * keys if learns else 0.0
+
     def features(self, parameters, x, q, k, metadata):
         x = jax.lax.stop_gradient(x)
         rotation = index_rotation(metadata.rotation, self.head_dim)

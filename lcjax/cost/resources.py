@@ -136,14 +136,18 @@ def estimate(
 def attention_flops(config: ModelConfig, length: int, last: int | None = None) -> float:
     """Returns forward FLOPs of a token in attention and mixers, products with weights aside.
 
-    A query and a key that it sees have a product for the logit and one for the value. Arguments are
-    those of `keys_by_layer`.
+    A query and a key that it sees have a product for the logit and one for the value, and patterns
+    that choose keys by the data have products for the choice. Arguments are those of
+    `keys_by_layer`.
     """
     flops = 0.0
     for number, keys in enumerate(keys_by_layer(config, length, last)):
         layer = config.layer(number)
         mixer = layer.mixer
         flops += mixer.flops() if mixer else 4 * layer.num_heads * layer.head_dim * keys
+        if mixer is None:
+            seen = (length + 1) / 2 if last is None else length - (last - 1) / 2
+            flops += layer.pattern.choice_flops(cache_lib.layer_shape(layer), length, seen)
     return flops
 
 

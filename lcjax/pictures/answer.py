@@ -1,12 +1,13 @@
 """Records what the tokens of an answer attend to, layer by layer."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
 from lcjax.attention import AttentionMetadata, Pass, Pattern
+from lcjax.attention.base import Features, Parameter
 from lcjax.attention.cache import LayerCache
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
@@ -61,6 +62,17 @@ class _Watched(Pattern):
 
     def for_layer(self, layer: int, num_layers: int) -> "Pattern":
         return dataclasses.replace(self, inner=self.inner.for_layer(layer, num_layers))
+
+    @property
+    def parameters(self) -> Mapping[str, Parameter]:
+        return self.inner.parameters
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return self.inner.sizes
+
+    def features(self, *inputs) -> Features:
+        return self.inner.features(*inputs)
 
     @property
     def layer_cache(self) -> LayerCache:

@@ -77,7 +77,8 @@ def mask_of(
     """Returns which keys are visible in a text of `length` tokens, and at which distances.
 
     Both results, (seen, distance), are [heads, length, length]. `seen` is true where a query gives
-    a key any weight; queries and keys are random, for patterns that choose by them. `distance` is a
+    a key any weight; queries and keys are random, for patterns that choose by them, and so are the
+    hidden states and the parameters of patterns that have some. `distance` is a
     float, the difference of the positions that the pattern assigns to query and key. It is NaN
     where nothing is seen, and for keys that a query chooses under a pattern that moves keys. Under
     Landmark attention every `block`-th token is a landmark, and one call reads `chunk` tokens.
@@ -95,7 +96,18 @@ def mask_of(
     rotation = Rotation(np.zeros(8, np.float32))  # no rotation: no position has more weight
     at = np.arange(length)[None]
     metadata = AttentionMetadata(at, at, num_heads=heads)
-    weigh = jax.jit(functools.partial(attention_weights, pattern=pattern, rotation=rotation))
+    options = {"pattern": pattern, "rotation": rotation}
+    if pattern.parameters:
+        hidden = jnp.asarray(rng.standard_normal((1, length, 16)), jnp.float32)
+        sizes = {"D": 16, "N": heads, "K": heads, "H": 16} | pattern.sizes
+        parameters = {
+            name: jnp.asarray(rng.standard_normal(one.shape(sizes)), jnp.float32)
+            for name, one in pattern.parameters.items()
+        }
+        whole = metadata.replace(q_index=jnp.arange(length), rotation=rotation)
+        features = pattern.features(parameters, hidden, q, k, whole)
+        options["metadata"] = whole.replace(features=features)
+    weigh = jax.jit(functools.partial(attention_weights, **options))
     chunk = length if (most := _most_at_once(pattern)) is None else most
     seen = np.zeros((heads, length, length), bool)
     for start in range(0, length, chunk):

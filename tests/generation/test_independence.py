@@ -111,9 +111,10 @@ EVERY = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(filter(
 
 
 @functools.cache
-def model(memory, rope, layers):
+def model(memory, rope, layers, pattern=None):
     section = ModelSection(
         preset="tiny",
+        pattern=pattern,
         memory=MEMORIES.get(memory),
         rope=ROPES[rope] if ROPES[rope].learned else None,
         layers=LAYERS.get(layers),
@@ -126,7 +127,9 @@ def model(memory, rope, layers):
 @functools.cache
 def loaded(case):
     pattern, rope, memory, layers = (*case, None)[:4]
-    return model(memory, rope, layers).with_method(pattern=PATTERNS[pattern], rope=ROPES[rope])
+    pattern = PATTERNS[pattern]
+    own = pattern if pattern.parameters else None
+    return model(memory, rope, layers, own).with_method(pattern=pattern, rope=ROPES[rope])
 
 
 @pytest.fixture(params=[False, slow(True)], ids=["quick", "optimised"], autouse=True)
