@@ -261,8 +261,11 @@ class ChosenBlocks(Pattern, PageReader):
         return gather.by_query(of_query, arrays, elements).swapaxes(1, 2)
 
     def choose_pages(self, token, arrays, slots):
-        ids, is_block = self.choose_past_pages(token, arrays, slots)
         near = token.index[:, None] // self.block - jnp.arange(self.local, -1, -1, dtype=jnp.int32)
+        if not self.num_chosen:
+            near = near[:, None]
+            return jnp.maximum(near, 0), near >= 0
+        ids, is_block = self.choose_past_pages(token, arrays, slots)
         near = jnp.broadcast_to(near[:, None], (*ids.shape[:2], self.local + 1))
         ids = jnp.concatenate([ids, jnp.maximum(near, 0)], -1)
         return ids, jnp.concatenate([is_block, near >= 0], -1)

@@ -217,10 +217,12 @@ class PagedCache(FullCache):
             is_token = is_page[..., None] & (order <= last[:, None, None, None])
             order = jnp.where(is_token, order, -1).reshape(*order.shape[:2], -1)
             slots = jax.vmap(lambda places, order: places[order])(places, jnp.maximum(order, 0))
-            pair = (_entries(x, slots) for x in (keys, values))
+            pair = [_entries(x, slots) for x in (keys, values)]
+            order = jnp.broadcast_to(order, pair[0].shape[:3])
             return attend_by_head(q, *pair, order, Causal(), metadata)
 
-        if pages.shape[1] // keys.shape[1] * pages.shape[2] * size >= keys.shape[2]:
+        choices = max(1, pages.shape[1] // keys.shape[1])  # of a key head
+        if choices * pages.shape[2] * size >= keys.shape[2]:
             return in_place()  # copies of the chosen keys would be more than all keys
         if not self.reader.dense_len:
             return from_copies()
@@ -244,6 +246,7 @@ def _attend_to_visible(
     rows, heads, size = q.shape
     kv_heads, slots = keys.shape[1:3]
     q = q.reshape(rows, kv_heads, -1, size)
+    visible = jnp.broadcast_to(visible, (rows, max(visible.shape[1], kv_heads), slots))
     visible = visible.reshape(rows, kv_heads, -1, slots)
     logits = gather.einsum("BKGH,BKSH->BKGS", q, keys.astype(q.dtype)) * size**-0.5
     if soft_cap is not None:

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lcjax.attention import chosen_blocks
+from lcjax.attention import InfLLMV2, MoBA, chosen_blocks
 from lcjax.attention.chosen_blocks import Tokens, attend_to_chosen, complete_blocks
+from lcjax.models import Decoder, preset
+from lcjax.models import cache as cache_lib
 
 HEADS, KV_HEADS, COUNT, BLOCK = 4, 2, 7, 8
 
@@ -100,3 +102,44 @@ def test_blocks_count_from_the_first_token_of_each_document():
     assert blocks.segments.tolist() == [[1, 1, 2, 3, 3, -1, -1]]
     assert blocks.numbers[0, :5].tolist() == [0, 1, 0, 0, 1]
     assert blocks.slots[0, :5].tolist() == [[1, 2], [3, 4], [7, 8], [10, 11], [12, 13]]
+
+
+class ForAllHeads(MoBA):
+    """MoBA whose query heads choose together."""
+
+    chooses_by_query_head = False
+
+    def _best(self, q, summaries, is_past):
+        total = q.reshape(*q.shape[:1], summaries.shape[2], -1, q.shape[2]).sum(2)
+        together = total.reshape(len(q), 1, -1), summaries.reshape(*summaries.shape[:2], 1, -1)
+        return super()._best(*together, is_past)
+
+
+# Of 9 blocks: keys are copied, or read where they are; or only the near blocks are read.
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        ForAllHeads(block=8, top_k=3),
+        ForAllHeads(block=8, top_k=8),
+        MoBA(block=8, top_k=1),
+        InfLLMV2(block=8, top_k=2, kernel=4, stride=2, first=0, local=1, dense_len=20),
+    ],
+    ids=lambda pattern: f"{type(pattern).__name__}-{pattern.top_k}",
+)
+def test_generated_tokens_read_what_a_text_reads(pattern):
+    config = preset("tiny").replace(num_layers=1, num_heads=4, num_kv_heads=2, pattern=pattern)
+    model, length, prompt = Decoder(config), 70, 63
+    tokens = jnp.asarray(np.random.default_rng(3).integers(0, 256, (2, length)))
+    params = jax.jit(model.init)(jax.random.key(0), tokens[:, :2])["params"]
+
+    @jax.jit
+    def read(tokens, cache):
+        output = model.apply({"params": params}, tokens, cache=cache)
+        return output.hidden, output.cache
+
+    want, outs = read(tokens, None)[0], []
+    cache = cache_lib.create(config, 2, length, chunk=prompt)
+    for start, end in [(0, prompt), *((at, at + 1) for at in range(prompt, length))]:
+        out, cache = read(tokens[:, start:end], cache)
+        outs.append(out)
+    np.testing.assert_allclose(np.concatenate(outs, 1), want, rtol=0, atol=5e-5)

@@ -172,7 +172,7 @@ def test_kernels_of_a_training_and_a_decoding_step_are_split_by_hand(pattern):
     """Lowered for TPUs on eight devices: the compiler cannot split a kernel by itself."""
     fields = {"vertical_slash": {}, "inf_llm": {"window": 16, "sinks": 4, "block": 8, "top_k": 2}}
     fields["moba"] = {"block": 32, "top_k": 2}
-    fields["inf_llm_v2"] = fields["moba"] | {"local": 0, "dense_len": 0}
+    fields["inf_llm_v2"] = fields["moba"] | {"local": 0, "dense_len": 96}
     chosen = Pattern.get_choice_class(pattern)(**PATTERNS.get(pattern, fields.get(pattern)))
     model = config(head_dim=32, dtype="bfloat16").replace(pattern=chosen)
     mesh = make_mesh(Mesh(1, 4, 2, 1))
