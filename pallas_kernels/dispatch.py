@@ -47,7 +47,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend.backend import get_backend
 
-from pallas_kernels import nvidia, timings
+from pallas_kernels import nvidia, reference, timings
 from pallas_kernels.biases import Bias, of_heads
 from pallas_kernels.explanations import (
     Explanation,
@@ -512,10 +512,10 @@ def _in_lanes(lse, name: str):
 
 
 def _once_differentiable(function: Callable, arrays, operands: Operands, static):
-    """Runs `function(arrays, operands, static)`; its derivative raises a clear NotImplementedError.
+    """Runs `function(arrays, operands, static)`, a part of a first derivative.
 
-    It runs the parts of a first derivative. Kernels that are differentiated would raise a
-    NotImplementedError without a message.
+    Kernels have no derivative. That of this call is the derivative of the reference, which is dense
+    and has all others. Only attention on one device, or on devices that share no text, has one.
     """
 
     @jax.custom_jvp
@@ -524,12 +524,32 @@ def _once_differentiable(function: Callable, arrays, operands: Operands, static)
 
     @call.defjvp
     def second_derivative(primals, tangents):
-        raise NotImplementedError(
-            "second derivatives of attention are not supported (jax.hessian, grad of grad): its"
-            " kernels have a gradient and no more; differentiate pallas_kernels.reference instead"
-        )
+        if not isinstance(static, tuple) or static[1].block is not None:
+            raise NotImplementedError(
+                "second derivatives of attention over keys of several devices, and of landmark"
+                " attention, are not supported (jax.hessian, grad of grad)"
+            )
+        dense = functools.partial(_by_reference, spec=static[1])
+        return jax.jvp(dense, primals, tangents)
 
     return call(arrays, operands)
+
+
+def _by_reference(arrays, operands: Operands, spec: Spec):
+    """Computes what a backend does, by the dense formula: a forward or a backward pass."""
+    q, k, v, *rest = arrays
+    table = operands.table if spec.table is None else spec.table.tree
+
+    def attend(q, k, v, bias):
+        options = {"mask": spec.mask, "scale": spec.scale, "soft_cap": spec.soft_cap}
+        return reference.attention(q, k, v, *operands[:4], bias=bias, table=table, **options)
+
+    if not rest:
+        return attend(q, k, v, operands.bias)
+    _, lse, d_out, d_lse = rest
+    d_lse = jnp.zeros_like(lse) if d_lse is None else d_lse
+    (out, _), pull_back = jax.vjp(attend, q, k, v, operands.bias)
+    return pull_back((d_out.astype(out.dtype), d_lse))
 
 
 def choose_and_run(direction: str, arrays, operands: Operands, static: tuple[str | None, Spec]):

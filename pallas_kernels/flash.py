@@ -50,11 +50,12 @@ def flash(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns softmax(cap(scale q k^T) + bias) v over visible keys, and the logits' log-sum-exp.
 
-    Both results have first-order, reverse-mode gradients with respect to q, k, v, the bias and the
-    sinks. Forward mode and second derivatives (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) are not
-    supported. A query that sees no key gets out 0, lse -inf and zero gradients. Softmax and sums
-    are float32 for every input dtype. Mesh axes may be Auto or Explicit; a surrounding
-    `jax.shard_map` needs check_vma=False.
+    Both results have gradients with respect to q, k, v, the bias and the sinks. Second derivatives
+    (`jax.hessian`, `jax.jvp` of a gradient) are those of the dense formula, so they take memory
+    O(T S); a layout that splits the length has none. Forward mode of the call itself (`jax.jvp`,
+    `jax.jacfwd`) needs implementation="reference". A query that sees no key gets out 0, lse -inf
+    and zero gradients. Softmax and sums are float32 for every input dtype. Mesh axes may be Auto or
+    Explicit; a surrounding `jax.shard_map` needs check_vma=False.
 
     Args:
       q: queries; N is a multiple of K.

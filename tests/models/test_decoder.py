@@ -26,7 +26,7 @@ from lcjax.models import lora as lora_lib
 from lcjax.models.decoder import random_params
 from lcjax.models.layers import look_up
 from lcjax.models.lora import LoRA
-from lcjax.models.loss import token_nll
+from lcjax.models.loss import cross_entropy, token_nll
 from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
 from lcjax.rope import NTK, Default, Linear, Yarn
 from lcjax.tree import split
@@ -284,3 +284,28 @@ def test_embeddings_are_exchanged_where_devices_have_columns_and_other_tokens(
     read = jax.jit(lambda table, tokens: look_up(table, tokens, jnp.float32, mesh))
     assert ("all_to_all" in str(jax.make_jaxpr(read)(table, tokens))) == exchanges
     np.testing.assert_array_equal(read(table, tokens), table[tokens])
+
+
+def test_hessian_products_are_differences_of_gradients():
+    config = preset("tiny").replace(num_layers=2, scan_layers=False)
+    model, tokens = Decoder(config), jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 20)))
+    params = model.init(jax.random.key(0), tokens)["params"]
+    rng = np.random.default_rng(1)
+    along = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params)
+
+    def loss(params):
+        hidden = model.apply({"params": params}, tokens).hidden
+        return cross_entropy(hidden, head(params, config), tokens, jnp.ones(tokens.shape))[0]
+
+    gradient = jax.jit(jax.grad(loss))
+    _, product = jax.jit(lambda p: jax.jvp(jax.grad(loss), (p,), (along,)))(params)
+    step = 1e-4
+
+    def moved(sign):
+        return gradient(jax.tree.map(lambda x, d: x + sign * step * d, params, along))
+
+    def compare(found, after, before):
+        want = np.asarray(after - before) / (2 * step)
+        np.testing.assert_allclose(found, want, atol=0.02 * np.abs(want).max())
+
+    jax.tree.map(compare, product, moved(1), moved(-1))
