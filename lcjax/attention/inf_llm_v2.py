@@ -28,7 +28,7 @@ class InfLLMV2(ChosenBlocks):
     them in one softmax: the first `first` ones, its own, the `local` ones before it, and those with
     the best scores. The query heads of a key head choose together. The scores come from compressed
     keys, the means of windows of `kernel` rotated keys that begin every `stride` tokens
-    (Zhao et al. 2025, sec. 3.2; released with MiniCPM4):
+    (arXiv 2509.24663, used in MiniCPM4 and MiniCPM4.1):
 
         p[c] = sum over the query heads of softmax over c (q . mean[c] / sqrt(H)),
         score[j] = max of p[c] over the windows c that overlap block j.

@@ -16,6 +16,7 @@ from lcjax.attention.pages import PagedCache
 from lcjax.cost import resources
 from lcjax.errors import InputError
 from lcjax.generation.sampling import Sampling
+from lcjax.generation.session import Session
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
 from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
@@ -257,6 +258,40 @@ def test_generation_equals_reading_the_text_again():
     longer = [prompt + new[:6] for prompt, new in zip(prompts, written, strict=True)]
     again = generated(lm, longer, Sampling(max_new_tokens=6, min_new_tokens=6))
     assert again == [new[6:] for new in written]
+
+
+# Dense for the first 64 tokens, and while any row has fewer
+LATE = InfLLMV2(block=8, top_k=4, kernel=4, stride=2, local=1, dense_len=64)
+
+
+def test_a_rewound_answer_leaves_no_trace():
+    """The answers cross a block, and the cache gets more slots in between."""
+    lm = sharp_lm(pattern=LATE)
+    cache = cache_lib.create(lm.model.config, 1, 128, chunk=61)
+    session = Session(lm.model, lm.params, cache, lm.rotation(256))
+    session.read(np.array([ids(1, 61)], np.int32), None, np.arange(61)[None])
+
+    def answer(seed):
+        places = 61 + np.arange(14)[None]
+        columns = zip(np.array([ids(seed, 14)], np.int32).T, places.T)
+        return [session.read(token[None], None, place[None]) for token, place in columns]
+
+    first = answer(2)
+    assert not np.array_equal(first[-1], answer(3)[-1])
+    session.cache = cache_lib.branch(session.cache, np.int32(61), np.zeros(1, np.int32), 256)
+    np.testing.assert_allclose(answer(2), first, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_the_answers_of_one_device():
+    mesh = make_mesh(Mesh(fsdp=2, tensor=2), jax.devices()[:4])
+    prompts, rest = [ids(1, 70), ids(2, 33), ids(3, 58)], [[ids(4, 9)]] * 3
+    one, many = (sharp_lm(pattern=LATE, mesh=x).continuations(prompts, rest) for x in (None, mesh))
+    for score, other in zip(one, many, strict=True):
+        np.testing.assert_allclose(other[0].nll, score[0].nll, atol=1e-4)
+    sampling = Sampling(max_new_tokens=9, min_new_tokens=9)
+    one, many = (generated(sharp_lm(pattern=LATE, mesh=x), prompts, sampling) for x in (None, mesh))
+    assert one == many
 
 
 @pytest.mark.parametrize(
