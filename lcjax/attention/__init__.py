@@ -34,6 +34,7 @@ from lcjax.attention.longformer import Longformer
 from lcjax.attention.merging import Merging
 from lcjax.attention.moba import MoBA
 from lcjax.attention.msa import MSA
+from lcjax.attention.nsa import NSA
 from lcjax.attention.policies import (
     H2O,
     Cap,
@@ -71,7 +72,7 @@ from lcjax.attention.vertical_slash import SparseHead, VerticalSlash, search_hea
 from lcjax.attention.xattention import XAttention
 
 __all__ = [
-    "DSA", "H2O", "MSA", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AdaptiveOriginal",
+    "DSA", "H2O", "MSA", "NSA", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AdaptiveOriginal",
     "AttentionMetadata", "Bidirectional", "BigBird", "CacheMethod", "CachePolicy", "Candidates",
     "Cap", "Causal", "Channels", "Chunked", "Compactor", "Composite", "Critical", "Cur",
     "Disentangled", "DualChunk", "DuoAttention", "Exact", "ExpectedAttention", "Finch",

@@ -51,7 +51,8 @@ class Parameter(NamedTuple):
     axes: str  # of the array
     tensor: str  # its name in a Hugging Face layer, such as self_attn.indexer.wk.weight
     tensor_axes: str  # as `lcjax.checkpoints.hf_names` writes them: "IJ,D" is a matrix [I*J, D]
-    init: Literal["normal", "zeros", "ones"] = "normal"  # normal: standard deviation 0.02
+    # "normal" has standard deviation 0.02; numbers are those along the last axis
+    init: Literal["normal", "zeros", "ones"] | tuple[float, ...] = "normal"
     dtype: str | None = None  # None: that of the model's parameters
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:

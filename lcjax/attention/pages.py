@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention.base import attend_by_head, rotate_queries
+from lcjax.attention.base import AttentionMetadata, attend_by_head, rotate_queries
 from lcjax.attention.cache import Arrays, FullCache, LayerShape, Tokens, View
 from lcjax.attention.causal import Causal
 from lcjax.errors import InputError
@@ -55,6 +55,12 @@ class PageReader(abc.ABC):
         self, keys: Float[Array, "B K P page H"], is_token: Bool[Array, "B 1 P page 1"]
     ) -> dict[str, Float[Array, "B K P*V H"]]:
         """Returns the summaries of pages with these keys, some of which are no tokens."""
+
+    def summarise_values(
+        self, values: Float[Array, "B K P page H"], is_token: Bool[Array, "B 1 P page 1"]
+    ) -> dict[str, Float[Array, "B K P*V H"]]:
+        """Returns the summaries of the values of pages, beside those of keys; by default none."""
+        return {}
 
     @abc.abstractmethod
     def choose_pages(
@@ -168,7 +174,7 @@ class PagedCache(FullCache):
         places = _slots_by_order(view, self._num_pages(keys.shape[2]) * self.reader.page)
         arrays = arrays | self._summaries_of_new(arrays, view, places)
         if q.shape[1] == 1:
-            return self._read_pages(arrays, q, view, places, metadata), arrays
+            return self.read_pages(arrays, q, view, places, metadata), arrays
         metadata = self.with_features(arrays, metadata)
         return pattern.attend(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), metadata), arrays
 
@@ -179,10 +185,15 @@ class PagedCache(FullCache):
         count = 1 if index.shape[1] == 1 else (index.shape[1] - 1) // size + 2
         pages = jnp.maximum(index[:, :1], 0) // size + jnp.arange(count)
         order = (pages[..., None] * size + jnp.arange(size)).reshape(len(pages), -1)
-        keys = _entries(arrays["keys"], jnp.take_along_axis(places, order, 1, mode="clip")[:, None])
-        keys = keys.reshape(*keys.shape[:2], count, size, -1)
+        slots = jnp.take_along_axis(places, order, 1, mode="clip")[:, None]
+
+        def of_pages(x):
+            x = _entries(x, slots)
+            return x.reshape(*x.shape[:2], count, size, -1)
+
         is_token = (order <= index[:, -1:]).reshape(-1, 1, count, size, 1)
-        new = self.reader.summarise(keys, is_token)
+        new = self.reader.summarise(of_pages(arrays["keys"]), is_token)
+        new |= self.reader.summarise_values(of_pages(arrays["values"]), is_token)
         rows, each = jnp.arange(len(pages))[:, None], self.reader.summaries_per_page
         places = (pages[..., None] * each + jnp.arange(each)).reshape(len(pages), -1)
         is_written = jnp.repeat(is_token[:, 0, :, 0, 0], each, axis=1)
@@ -193,8 +204,23 @@ class PagedCache(FullCache):
 
         return {name: write(name, x) for name, x in new.items()}
 
-    def _read_pages(self, arrays: Arrays, q, view: View, places, metadata):
-        """Computes attention of one token of each row over the pages that it chooses."""
+    def read_pages(
+        self,
+        arrays: Arrays,
+        q: Float[Array, "B 1 N H"],
+        view: View,
+        places: Int[Array, "B S"],
+        metadata: AttentionMetadata,
+    ) -> Float[Array, "B 1 N H"]:
+        """Computes attention of one token of each row over the pages that it chooses.
+
+        Args:
+          arrays: those of the layer, with the new tokens.
+          q: unrotated queries.
+          view: slots of the call.
+          places: the slot of the token with order index 0, 1, ... of each row.
+          metadata: positions, rotation and features of the new tokens.
+        """
         size, last = self.reader.page, view.new.index[:, -1]
         rotated = rotate_queries(q, metadata.q_positions, metadata.rotation)[:, 0]
         features = jax.tree.map(lambda x: x[:, 0], metadata.features.queries)

@@ -385,8 +385,11 @@ class PatternParameters(nn.Module):
         inits["normal"] = initializers.normal(0.02)
 
         def create(name, parameter):
-            dtype = jnp.dtype(parameter.dtype or c.param_dtype)
-            array = self.param(name, inits[parameter.init], parameter.shape(sizes), dtype)
+            dtype, init = jnp.dtype(parameter.dtype or c.param_dtype), parameter.init
+            init = (
+                initializers.constant(jnp.asarray(init)) if isinstance(init, tuple) else inits[init]
+            )
+            array = self.param(name, init, parameter.shape(sizes), dtype)
             return array if parameter.dtype else array.astype(c.compute_dtype())
 
         return {name: create(name, one) for name, one in c.pattern.parameters.items()}

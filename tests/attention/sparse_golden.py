@@ -96,14 +96,16 @@ def needle(seed, kind):
     return q, k
 
 
-def recall(q, k, chosen, kind, block):
-    """Means over queries from 512 on of a choice of blocks.
+def recall(q, k, chosen, kind, block, rows=None):
+    """Means over queries from 512 on of a choice of blocks, by blocks of `rows` queries.
 
     They are the attention to visible keys, how much of the needle is visible, and the share of past
     keys that are visible.
     """
     past = np.tril(np.ones((len(q), len(k)), bool))
-    visible = np.kron(chosen, np.ones((block, block), bool)).astype(bool) & past
+    visible = (
+        np.kron(chosen, np.ones((block if rows is None else rows, block), bool)).astype(bool) & past
+    )
     logits = np.where(past, q @ k.T / np.sqrt(q.shape[1]), -np.inf)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
