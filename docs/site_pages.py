@@ -80,6 +80,7 @@ PATTERNS = (
     attention.MoBA(block=16, top_k=3),
     attention.DSA(heads=2, head_dim=16, top_k=24),
     attention.MSA(block=16, top_k=3, head_dim=16),
+    attention.NSA(block=16, top_k=4, window=8),
     attention.Bidirectional(),
 )
 ROPES = (

@@ -78,10 +78,11 @@ def mask_of(
 
     Both results, (seen, distance), are [heads, length, length]. `seen` is true where a query gives
     a key any weight; queries and keys are random, for patterns that choose by them, and so are the
-    hidden states and the parameters of patterns that have some. `distance` is a
-    float, the difference of the positions that the pattern assigns to query and key. It is NaN
-    where nothing is seen, and for keys that a query chooses under a pattern that moves keys. Under
-    Landmark attention every `block`-th token is a landmark, and one call reads `chunk` tokens.
+    hidden states and the parameters of patterns that have some, but for parameters that begin with
+    given numbers. `distance` is a float, the difference of the positions that the pattern assigns
+    to query and key. It is NaN where nothing is seen, and for keys that a query chooses under a
+    pattern that moves keys. Under Landmark attention every `block`-th token is a landmark, and one
+    call reads `chunk` tokens.
     """
     check_integer("length", length, 2)
     check_integer("heads", heads, 1)
@@ -100,9 +101,14 @@ def mask_of(
     if pattern.parameters:
         hidden = jnp.asarray(rng.standard_normal((1, length, 16)), jnp.float32)
         sizes = {"D": 16, "N": heads, "K": heads, "H": 16} | pattern.sizes
+
+        def values(one):
+            given = isinstance(one.init, tuple)
+            shape = one.shape(sizes)
+            return np.broadcast_to(one.init, shape) if given else rng.standard_normal(shape)
+
         parameters = {
-            name: jnp.asarray(rng.standard_normal(one.shape(sizes)), jnp.float32)
-            for name, one in pattern.parameters.items()
+            name: jnp.asarray(values(one), jnp.float32) for name, one in pattern.parameters.items()
         }
         whole = metadata.replace(q_index=jnp.arange(length), rotation=rotation)
         features = pattern.features(parameters, hidden, q, k, whole)

@@ -164,7 +164,7 @@ def test_tokens_are_reordered_only_where_that_balances_work():
         "moba",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("lm_infinite", "vertical_slash", "inf_llm_v2")
+            for name in ("lm_infinite", "vertical_slash", "inf_llm_v2", "nsa")
         ),
     ],
 )
@@ -172,6 +172,7 @@ def test_kernels_of_a_training_and_a_decoding_step_are_split_by_hand(pattern):
     """Lowered for TPUs on eight devices: the compiler cannot split a kernel by itself."""
     fields = {"vertical_slash": {}, "inf_llm": {"window": 16, "sinks": 4, "block": 8, "top_k": 2}}
     fields["moba"] = {"block": 32, "top_k": 2}
+    fields["nsa"] = {"block": 32, "top_k": 3, "window": 16}
     fields["inf_llm_v2"] = fields["moba"] | {"local": 0, "dense_len": 96}
     chosen = Pattern.get_choice_class(pattern)(**PATTERNS.get(pattern, fields.get(pattern)))
     model = config(head_dim=32, dtype="bfloat16").replace(pattern=chosen)
