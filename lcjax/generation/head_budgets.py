@@ -1,55 +1,17 @@
 """Budgets for the pattern `vertical_slash`, searched with the queries of a model on a text."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-import numpy as np
-
-from lcjax.attention import Causal, Pattern
+from lcjax.attention import Causal
 from lcjax.attention.base import rotate_qk
 from lcjax.attention.vertical_slash import CANDIDATES, SparseHead, attention_mass, best_budgets
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.session import check_token_ids
-from lcjax.models import Decoder
+from lcjax.generation.watched import watch
 from lcjax.storage import to_path
-
-
-class _Record:
-    """What layers would keep, collected while the model is traced."""
-
-    def __init__(self):
-        self.by_layer = []
-
-
-@dataclass(frozen=True)
-class _Searching(Pattern):
-    """A pattern that records what heads would keep of its attention, and computes `inner`."""
-
-    inner: Pattern
-    record: _Record
-    candidates: tuple[SparseHead, ...]
-    start: int
-
-    @property
-    def encodings(self):
-        return self.inner.encodings
-
-    @property
-    def is_position_based(self):
-        return self.inner.is_position_based
-
-    def passes(self, metadata):
-        return self.inner.passes(metadata)
-
-    def attend(self, q, k, v, metadata):
-        rotated = (x[0] for x in rotate_qk(q, k, metadata))
-        self.record.by_layer.append(attention_mass(*rotated, self.candidates, self.start))
-        return self.inner.attend(q, k, v, metadata)
 
 
 def head_budgets(
@@ -82,25 +44,12 @@ def head_budgets(
             f"text has {len(ids)} tokens, and the first {start} do not count; give a longer one, or"
             " a smaller start"
         )
-    record = _Record()
 
-    def searching(pattern):
-        return pattern and _Searching(pattern, record, tuple(candidates), start)
+    def record(layer, q, k, pattern, metadata):
+        rotated = (x[0] for x in rotate_qk(q, k, metadata))
+        return attention_mass(*rotated, tuple(candidates), start)
 
-    layers = tuple(
-        dataclasses.replace(kind, pattern=searching(kind.pattern)) for kind in config.layers
-    )
-    options = {"scan_layers": False, "remat": "none", "layers": layers}
-    model = Decoder(config.replace(**options, pattern=searching(config.pattern)), lm.mesh)
-
-    @jax.jit
-    def search(params, tokens, rotation):
-        record.by_layer = []
-        # With intermediate values, every layer is traced by itself.
-        model.apply({"params": params}, tokens, rotation=rotation, mutable=["intermediates"])
-        return record.by_layer
-
-    by_layer = search(lm.params, np.asarray([ids], np.int32), lm.rotation(len(ids)))
+    by_layer = watch(lm, ids, record)
     return [best_budgets(shares, candidates) for shares in by_layer]
 
 

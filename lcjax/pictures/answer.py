@@ -1,18 +1,15 @@
 """Records what the tokens of an answer attend to, layer by layer."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import jax
 import numpy as np
 
-from lcjax.attention import AttentionMetadata, Pass, Pattern
-from lcjax.attention.base import Features, Parameter
-from lcjax.attention.cache import LayerCache
+from lcjax.attention import Pattern
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.sampling import Sampling
-from lcjax.models import Decoder
+from lcjax.generation.watched import watch
 from lcjax.pictures.weights import attention_weights
 
 
@@ -27,68 +24,6 @@ class AnswerAttention:
     # float32 [layers, N, answer, prompt + answer]: row t has the weights from which token t is
     # predicted, so only earlier tokens have a weight
     weights: np.ndarray
-
-
-class _Notes:
-    """Weights collected while the model is traced; a dict would not be hashable in a pattern."""
-
-    def __init__(self):
-        self.calls, self.found = 0, {}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Watched(Pattern):
-    """A pattern that records the attention weights of another one, `inner`."""
-
-    inner: Pattern
-    noted: _Notes
-    layers: tuple[int, ...]
-    queries: int
-
-    @property
-    def encodings(self) -> tuple[str, ...]:
-        return self.inner.encodings
-
-    @property
-    def is_position_based(self) -> bool:
-        return self.inner.is_position_based
-
-    def for_inference(self) -> "Pattern":
-        return self
-
-    @property
-    def differs_by_layer(self) -> bool:
-        return self.inner.differs_by_layer
-
-    def for_layer(self, layer: int, num_layers: int) -> "Pattern":
-        return dataclasses.replace(self, inner=self.inner.for_layer(layer, num_layers))
-
-    @property
-    def parameters(self) -> Mapping[str, Parameter]:
-        return self.inner.parameters
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return self.inner.sizes
-
-    def features(self, *inputs) -> Features:
-        return self.inner.features(*inputs)
-
-    @property
-    def layer_cache(self) -> LayerCache:
-        return self.inner.layer_cache
-
-    def passes(self, metadata: AttentionMetadata) -> list[Pass]:
-        return self.inner.passes(metadata)
-
-    def attend(self, q, k, v, metadata: AttentionMetadata) -> jax.Array:
-        if self.noted.calls in self.layers:
-            self.noted.found[self.noted.calls] = attention_weights(
-                q, k, pattern=self.inner, rotation=metadata.rotation, metadata=metadata,
-                queries=self.queries,
-            )  # fmt: skip
-        self.noted.calls += 1
-        return self.inner.attend(q, k, v, metadata)
 
 
 def answer_attention(
@@ -131,29 +66,16 @@ def answer_attention(
     if not written:
         raise InputError("the answer has no token, so there is no attention to draw; give --answer")
     chosen = _layers(layers, config.num_layers)
+
+    def record(layer, q, k, pattern, metadata):
+        if layer not in chosen:
+            return None
+        options = {"rotation": metadata.rotation, "metadata": metadata, "queries": len(written)}
+        return attention_weights(q, k, pattern=pattern, **options)
+
     # A token is predicted by the query before it.
-    tokens = np.asarray([[*ids, *written[:-1]]], np.int32)
-    notes = _Notes()
-
-    def watched(pattern: Pattern) -> Pattern:
-        return _Watched(pattern, notes, chosen, len(written))
-
-    # Layers without a pattern of their own stay so: rotations are numbered by kinds of layers.
-    layers = tuple(
-        dataclasses.replace(kind, pattern=kind.pattern and watched(kind.pattern))
-        for kind in config.layers
-    )
-    plain = config.replace(scan_layers=False, remat="none", layers=layers)
-    model = Decoder(plain.replace(pattern=watched(config.pattern)), lm.mesh)
-
-    @jax.jit
-    def weights(params, tokens, rotation):
-        notes.calls, notes.found = 0, {}
-        # With intermediate values, every layer is traced by itself.
-        model.apply({"params": params}, tokens, rotation=rotation, mutable=["intermediates"])
-        return [notes.found[layer] for layer in chosen]
-
-    by_layer = weights(lm.params, tokens, lm.rotation(length))
+    by_layer = watch(lm, [*ids, *written[:-1]], record, length=length)
+    by_layer = [weights for weights in by_layer if weights is not None]
     shown = np.stack([np.asarray(w[0]).transpose(1, 0, 2) for w in by_layer])
     names = [lm.tokenizer.decode([token]) for token in written]
     return AnswerAttention(answer, names, len(ids), chosen, shown)

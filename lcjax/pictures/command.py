@@ -9,7 +9,7 @@ from lcjax import config as config_lib
 from lcjax.attention import Causal, Pattern
 from lcjax.checkpoints.build import ModelSection
 from lcjax.config.help import print_help
-from lcjax.errors import InputError, check_integer, suggestion
+from lcjax.errors import InputError, PositiveInt, check_integer, suggestion
 from lcjax.evaluation.plots import check_picture
 from lcjax.files import read_text
 from lcjax.generation.language_model import LanguageModel
@@ -20,6 +20,7 @@ from lcjax.pictures.draw import (
     positions_picture,
     rope_picture,
 )
+from lcjax.pictures.recall import attention_recall
 from lcjax.rope import (
     E2LLM,
     NTK,
@@ -43,6 +44,9 @@ python -m lcjax.pictures positions --rows=400
     positions that training rows visit, with E2-LLM, PI and others (--config FILE with `methods:`)
 python -m lcjax.pictures attention --model.path=smollm2-135m-instruct --prompt_file=prompt.txt
     what each token of an answer looks at
+python -m lcjax.pictures recall --model.path=smollm2-135m-instruct --model.pattern.type=moba \\
+        --model.pattern.block=128 --model.pattern.top_k=8 --text_file=text.txt
+    the share of full attention that a pattern keeps, and the share of keys that it reads
 python -m lcjax.pictures mask --help: every key; --out names the PNG, an SVG lies beside it"""
 
 
@@ -124,6 +128,16 @@ class AttentionPicture:
     out: str = "attention.png"
 
 
+@dataclasses.dataclass(frozen=True)
+class RecallNumbers:
+    """The share of full attention that a pattern keeps."""
+
+    model: ModelSection = dataclasses.field(default_factory=ModelSection)
+    text_file: str | None = None
+    tokens: PositiveInt = 4096  # first tokens of the text
+    queries: PositiveInt = 64  # last tokens of these, whose attention counts
+
+
 def _mask(config: MaskPicture) -> None:
     check_integer("layer", config.layer, 0, most=_MAX_LAYER)
     model = preset("tiny").replace(num_layers=config.layer + 1, layers=config.layers)
@@ -149,10 +163,7 @@ def _attention(config: AttentionPicture) -> None:
         raise InputError("prompt: give either --prompt=TEXT or --prompt_file=FILE")
     prompt = config.prompt
     if config.prompt_file is not None:
-        path = to_path(config.prompt_file)
-        if not path.is_file():
-            raise InputError(f"prompt_file={path} is no file")
-        prompt = read_text(path)
+        prompt = _text("prompt_file", config.prompt_file)
     check_picture(to_path(config.out))  # before the model is loaded
     attention = attention_picture(
         LanguageModel.load(config.model), prompt, config.out, answer=config.answer,
@@ -160,6 +171,27 @@ def _attention(config: AttentionPicture) -> None:
     )  # fmt: skip
     print(f"answer: {attention.answer!r}")
     _print_paths(to_path(config.out))
+
+
+def _recall(config: RecallNumbers) -> None:
+    if config.text_file is None:
+        raise InputError("text_file=null: give --text_file=FILE, a text of some thousand tokens")
+    text = _text("text_file", config.text_file)
+    lm = LanguageModel.load(config.model)
+    ids = lm.encode(text)[: config.tokens]
+    found = attention_recall(lm, ids, queries=config.queries)
+    print(f"the last {found.queries} of {len(ids):,} tokens, mean of the heads of each layer")
+    print("layer  attention kept  keys read")
+    for number, (mass, keys) in enumerate(zip(found.mass.mean(1), found.keys.mean(1))):
+        print(f"{number:5}  {100 * mass:12.1f} %  {100 * keys:7.1f} %")
+    print(f"  all  {100 * found.mass.mean():12.1f} %  {100 * found.keys.mean():7.1f} %")
+
+
+def _text(key: str, name: str) -> str:
+    path = to_path(name)
+    if not path.is_file():
+        raise InputError(f"{key}={path} is no file")
+    return read_text(path)
 
 
 def _print_paths(path: Path) -> None:
@@ -171,6 +203,7 @@ _PICTURES = {
     "rope": (RopePicture, _rope),
     "positions": (PositionsPicture, _positions),
     "attention": (AttentionPicture, _attention),
+    "recall": (RecallNumbers, _recall),
 }
 
 

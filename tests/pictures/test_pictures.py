@@ -11,9 +11,11 @@ from tiny_lm import ids, sharp_lm
 
 from lcjax import LanguageModel, pictures
 from lcjax.attention import AttentionMetadata, Landmark, Pattern, SelfExtend, ShiftedSparse, Sliding
+from lcjax.attention.base import rotate_qk
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation.sampling import Sampling
+from lcjax.generation.watched import watch
 from lcjax.pictures import command
 from lcjax.rope import E2LLM, E2Positions, Linear, PlainPositions, Yarn
 from pallas_kernels import causal, tables, window
@@ -324,3 +326,38 @@ def test_pictures_replace_pictures_and_no_other_files(tmp_path, capsys):
     (tmp_path / "c.svg").write_text("mine")
     assert command.main([*words, f"--out={tmp_path / 'c.png'}"]) == 2
     assert not (tmp_path / "c.png").exists() and (tmp_path / "c.svg").read_text() == "mine"
+
+
+def test_recall_is_the_share_of_full_attention_that_a_pattern_keeps(lm):
+    text = ids(0, 60)
+    whole = pictures.attention_recall(lm, text, queries=8)
+    np.testing.assert_allclose(whole.mass, 1, rtol=1e-6)
+    np.testing.assert_array_equal(whole.keys, 1)
+    narrow = lm.with_method(pattern=Sliding(window=15))
+    some = pictures.attention_recall(narrow, text, queries=8)
+    np.testing.assert_allclose(some.keys[0], np.mean(15 / np.arange(53, 61)), rtol=1e-6)
+
+    def record(layer, q, k, pattern, metadata):
+        return rotate_qk(q, k, metadata)
+
+    q, k = (np.asarray(x)[0] for x in watch(narrow, text, record)[0])
+    logits = np.einsum("tnh,snh->nts", q, np.repeat(k, q.shape[1] // k.shape[1], 1))
+    logits = logits * q.shape[2] ** -0.5 + np.where(np.tri(60), 0, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    near = np.tri(60) * np.tri(60, k=14).T
+    np.testing.assert_allclose(some.mass[0], (weights * near).sum(-1)[:, -8:].mean(1), rtol=1e-4)
+    with pytest.raises(InputError, match="has 5 tokens; give more than queries=8"):
+        pictures.attention_recall(lm, text[:5], queries=8)
+
+
+def test_the_command_prints_the_recall_of_layers(tmp_path, capsys):
+    file = tmp_path / "text.txt"
+    file.write_text("a text of some words " * 10)
+    words = ["--model.preset=tiny", "--model.pattern.type=moba", "--model.pattern.block=8"]
+    words += ["--model.pattern.top_k=2", f"--text_file={file}", "--tokens=80", "--queries=4"]
+    assert command.main(["recall", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 2 + 1 and lines[-1].split()[0] == "all"
+    assert command.main(["recall", "--model.preset=tiny"]) == 2
+    assert "give --text_file" in capsys.readouterr().err
