@@ -285,10 +285,11 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     moves_keys: ClassVar[bool] = False
     # Whether `at_length` changes the rotation; subclasses may define it as a property.
     depends_on_length: ClassVar[bool] = False
-    # Whether a prompt is read in one call, because the pattern chooses keys for each call.
+    # Whether a prompt is read in one call, because the pattern chooses keys for each call; it may
+    # be a property.
     needs_whole_prompt: ClassVar[bool] = False
     # Whether a token sees only tokens before it. Otherwise a text has no score, and a model cannot
-    # be trained to predict it.
+    # be trained to predict it. It may be a property.
     is_causal: ClassVar[bool] = True
     # Whether tokens may be evicted from a cache: every token sees all tokens before it.
     allows_eviction: ClassVar[bool] = False

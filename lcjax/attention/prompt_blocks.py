@@ -8,13 +8,14 @@ pattern choose blocks there, and moves the outputs back.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from lcjax.attention.base import AttentionMetadata, Pass, Pattern, rotate_qk
 from pallas_kernels import causal, flash, tables
@@ -33,6 +34,8 @@ class BlockedPrompt(NamedTuple):
     is_query: Bool[Array, "B T"]
     is_key: Bool[Array, "B S"]
     first: Int[Array, " B"]  # order index of query slot 0, a multiple of the block size
+    of_queries: tuple[Num[Array, "B T n m"], ...] = ()  # what a choice reads beside q and k
+    of_keys: tuple[Num[Array, "B S n m"], ...] = ()
 
 
 class PromptHead(NamedTuple):
@@ -84,10 +87,7 @@ def attend_blocks(
     block: int,
     choose: Callable[[PromptHead], Bool[Array, "nq nk"]],
 ) -> Float[Array, "B T N Hv"]:
-    """Computes causal attention in which each block of queries sees the chosen blocks of keys.
-
-    Documents of a packed row are computed one after another, each at the cost of the whole row, in
-    a loop that has no gradient.
+    """Computes `attend_chosen` for a choice of one head.
 
     Args:
       q, k, v: unrotated queries and keys, and values.
@@ -99,12 +99,43 @@ def attend_blocks(
     Returns:
       The output, in the dtype of `q`.
     """
+    choose_all = functools.partial(_map_heads, choose)
+    return attend_chosen(q, k, v, metadata, block, choose_all)
+
+
+def attend_chosen(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    metadata: AttentionMetadata,
+    block: int,
+    choose: Callable[[BlockedPrompt], Bool[Array, "B N nq nk"]],
+    of_queries: Sequence[Num[Array, "B T n m"]] = (),
+    of_keys: Sequence[Num[Array, "B S n m"]] = (),
+) -> Float[Array, "B T N Hv"]:
+    """Computes causal attention in which each block of queries sees the chosen blocks of keys.
+
+    Documents of a packed row are computed one after another, each at the cost of the whole row, in
+    a loop that has no gradient.
+
+    Args:
+      q, k, v: unrotated queries and keys, and values.
+      metadata: positions, documents, rotation and kernel options.
+      block: tokens of a block.
+      choose: maps one document of each row to the blocks of keys that each block of queries sees.
+        Blocks after the own one do not count.
+      of_queries, of_keys: numbers of queries and of keys that `choose` reads beside q and k.
+
+    Returns:
+      The output, in the dtype of `q`.
+    """
     q, k = rotate_qk(q, k, metadata)
     q_order = jnp.broadcast_to(metadata.q_order, q.shape[:2])
     k_order = jnp.broadcast_to(metadata.k_order, k.shape[:2])
 
     def attend_document(is_query, is_key):
-        prompt, slots = _to_blocks(q, k, v, q_order, k_order, is_query, is_key, block)
+        arrays = [q, *of_queries], [k, v, *of_keys]
+        prompt, slots = _to_blocks(*arrays, q_order, k_order, is_query, is_key, block)
         out = _attend(prompt, metadata, block, choose)
         out = jnp.take_along_axis(out, slots[:, :, None, None], axis=1)
         return jnp.where(is_query[:, :, None, None], out, 0)
@@ -131,17 +162,19 @@ def _number_documents(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def _to_blocks(
-    q, k, v, q_order, k_order, is_query, is_key, block: int
+    queries, keys, q_order, k_order, is_query, is_key, block: int
 ) -> tuple[BlockedPrompt, Int[Array, "B T"]]:
     """Returns one document of each row in blocks, and the query slot of each query."""
-    num_queries, num_keys = q.shape[1], k.shape[1]
+    num_queries, num_keys = q_order.shape[1], k_order.shape[1]
     start = jnp.min(jnp.where(is_query, q_order, num_keys), axis=1)
     first = start // block * block
     # Queries that continue a text may begin inside a block, and so lie in one block more.
     size = num_queries if num_queries == num_keys else num_queries + block - 1
-    (q,), query_slots, is_query = _move([q], q_order - first[:, None], is_query, size, block)
-    (k, v), _, is_key = _move([k, v], k_order, is_key, num_keys, block)
-    return BlockedPrompt(q, k, v, is_query, is_key, first), query_slots
+    places = q_order - first[:, None]
+    (q, *of_queries), query_slots, is_query = _move(queries, places, is_query, size, block)
+    (k, v, *of_keys), _, is_key = _move(keys, k_order, is_key, num_keys, block)
+    others = tuple(of_queries), tuple(of_keys)
+    return BlockedPrompt(q, k, v, is_query, is_key, first, *others), query_slots
 
 
 def _move(arrays, slots: Int[Array, "B T"], is_token: Bool[Array, "B T"], size: int, block: int):
@@ -163,7 +196,7 @@ def _move(arrays, slots: Int[Array, "B T"], is_token: Bool[Array, "B T"], size: 
 def _attend(prompt: BlockedPrompt, metadata: AttentionMetadata, block: int, choose):
     """Returns the output [B, T, N, Hv] in the slots of `prompt`."""
     with jax.named_scope("choose"):
-        visible = _map_heads(choose, prompt)
+        visible = choose(prompt)
         q_blocks, k_blocks = visible.shape[2:]
         current = prompt.first[:, None] // block + jnp.arange(q_blocks)
         is_past = jnp.arange(k_blocks) <= current[:, :, None]

@@ -324,9 +324,10 @@ class TrainConfig:
             if pattern is None or pattern.is_causal:
                 continue
             kind = Pattern.get_choice_name(type(pattern))
+            way_out = "; its own parameters learn with dense: true" if pattern.parameters else ""
             raise InputError(
                 f"model.pattern.type={kind} is for reading prompts only: it selects keys by later"
-                " queries, which is not causal, so nothing can be trained under it"
+                f" queries, which is not causal, so nothing can be trained under it{way_out}"
             )
         if self.model.param_dtype == "float16":
             raise InputError(

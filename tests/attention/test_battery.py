@@ -15,10 +15,12 @@ from lcjax.models import cache as cache_lib
 from lcjax.rope import Rotation
 
 PATTERNS = {
-    f"{name}-{number}": draccus.decode(Pattern, {"type": name, **fields})
+    f"{name}-{number}": pattern
     for name, choice in Pattern.get_known_choices().items()
-    for number, fields in enumerate(choice.examples)
-    if choice.is_causal  # no causal attention, and one choice per row: tests of their own
+    for number, pattern in enumerate(
+        draccus.decode(Pattern, {"type": name, **fields}) for fields in choice.examples
+    )
+    if pattern.is_causal  # no causal attention, and one choice per row: tests of their own
 }
 EVERY = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) for name in PATTERNS]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from training_support import losses, tiny
 
-from lcjax.attention import DSA, MSA, Causal
+from lcjax.attention import DSA, MSA, NSA, Causal, SeerAttention
 from lcjax.checkpoints.build import ModelSection
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import Decoder, preset
@@ -22,6 +22,7 @@ from lcjax.tree import flatten, split
 CONFIG = preset("tiny").replace(num_layers=2, num_heads=4, num_kv_heads=2)
 SIZE = CONFIG.head_dim
 PATTERNS = {"dsa": DSA(heads=3, head_dim=SIZE, top_k=20), "msa": MSA(8, 3, SIZE)}
+PATTERNS["seer"] = SeerAttention(block=8, gate_dim=8, dense=True)
 INDEXERS = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 
 
@@ -160,3 +161,16 @@ def test_a_run_of_two_stages_converts_a_dense_model(tmp_path, corpus):
     assert trained.config.pattern == sparse
     changed = flatten(trained.params)
     assert all(np.any(changed[path] != x) for path, x in have.items() if "/pattern/" in path)
+
+
+@pytest.mark.usefixtures("compiled_once")
+def test_a_run_trains_the_gates_of_branches_with_the_model(tmp_path, corpus):
+    pattern = NSA(block=8, top_k=3, window=8)
+    run(tiny(tmp_path, corpus, model={"preset": "tiny", "pattern": pattern}, steps=4))
+    assert all(np.isfinite(loss) for loss in losses(tmp_path).values())
+    trained = LanguageModel.load(tmp_path / "model")
+    assert trained.config.pattern == pattern
+    gates = {path: x for path, x in flatten(trained.params).items() if "/pattern/" in path}
+    assert {path.rpartition("/")[2] for path in gates} == {"branch_gate", "branch_scale"}
+    for path, x in gates.items():  # those of the start are 0, and (0, 2, 0)
+        assert np.all(np.asarray(x)[..., 1] != (2 if "scale" in path else 0))
