@@ -74,6 +74,7 @@ PATTERNS = (
     attention.TriShape(sinks=4, window=28, last=16),
     attention.FlexPrefill(gamma=0.4, block=8, min_budget=16),
     attention.XAttention(threshold=0.4, stride=2, block=8),
+    attention.SeerAttention(block=8, gate_dim=16, share=0.3, last=1),
     attention.Landmark(block=8, top_k=2, train_length=64),
     attention.InfLLM(window=32, sinks=4, block=8, top_k=2, representatives=2, chunk=8),
     attention.InfLLMV2(block=16, top_k=4, kernel=8, stride=4, local=1, dense_len=0),

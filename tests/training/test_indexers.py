@@ -174,3 +174,19 @@ def test_a_run_trains_the_gates_of_branches_with_the_model(tmp_path, corpus):
     assert {path.rpartition("/")[2] for path in gates} == {"branch_gate", "branch_scale"}
     for path, x in gates.items():  # those of the start are 0, and (0, 2, 0)
         assert np.all(np.asarray(x)[..., 1] != (2 if "scale" in path else 0))
+
+
+@pytest.mark.usefixtures("compiled_once")
+def test_a_run_trains_gates_of_blocks_that_prompts_are_read_by(tmp_path, corpus):
+    dense = SeerAttention(block=8, gate_dim=8, share=0.4, dense=True)
+    model = {"preset": "tiny", "pattern": dense}
+    run(tiny(tmp_path, corpus, model=model, trainable=("pattern",), lr=0.02))
+    found = losses(tmp_path)
+    assert found[max(found)] < found[min(found)]
+    lm = LanguageModel.load(tmp_path / "model")
+    assert lm.config.pattern == dense
+    reads = LanguageModel.load(tmp_path / "model", pattern=replace(dense, dense=False))
+    jax.tree.map(np.testing.assert_array_equal, reads.params, lm.params)
+    want, have = flatten(LanguageModel.load(ModelSection(preset="tiny")).params), flatten(lm.params)
+    for path, x in want.items():
+        np.testing.assert_array_equal(x, have[path])
