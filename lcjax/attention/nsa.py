@@ -92,6 +92,10 @@ class NSA(ChosenBlocks):
         return {"R": len(_BRANCHES)}
 
     @property
+    def query_copies(self) -> int:
+        return super().query_copies + 1  # outputs of the two other branches
+
+    @property
     def layer_cache(self) -> LayerCache:
         return BranchCache(self)
 
