@@ -24,9 +24,8 @@ from lcjax.attention.base import (
     partial_attention,
     rotate_qk,
 )
-from lcjax.attention.cache import Arrays, LayerCache
-from lcjax.attention.cache import Tokens as CachedTokens
-from lcjax.attention.on_devices import Tokens, on_devices
+from lcjax.attention.cache import Arrays, LayerCache, Tokens
+from lcjax.attention.on_devices import DocumentTokens, on_devices
 from lcjax.attention.pages import NewToken, PagedCache, PageReader
 from lcjax.errors import PositiveInt
 from lcjax.rope.rotation import no_rotation
@@ -64,7 +63,7 @@ class Blocks(NamedTuple):
         return keys.reshape(*self.slots.shape, *keys.shape[2:]).mean(2)
 
 
-def complete_blocks(keys: Tokens, block: int) -> Blocks:
+def complete_blocks(keys: DocumentTokens, block: int) -> Blocks:
     """Returns the blocks all of whose tokens are among the keys.
 
     They are at most a `block`-th of the keys, also in rows of many documents.
@@ -115,8 +114,8 @@ class ChosenBlocks(Pattern, PageReader):
         self,
         q: Float[Array, "B T N H"],
         k: Float[Array, "B S K H"],
-        queries: Tokens,
-        keys: Tokens,
+        queries: DocumentTokens,
+        keys: DocumentTokens,
         blocks: Blocks,
         metadata: AttentionMetadata,
     ) -> Int[Array, "B h T m"]:
@@ -138,7 +137,7 @@ class ChosenBlocks(Pattern, PageReader):
 
     @abc.abstractmethod
     def choose_past_pages(
-        self, token: NewToken, arrays: Arrays, slots: CachedTokens
+        self, token: NewToken, arrays: Arrays, slots: Tokens
     ) -> tuple[Int[Array, "B h m"], Bool[Array, "B h m"]]:
         """Returns what `choose` returns for the last token of each row, as in `choose_pages`."""
 
@@ -196,8 +195,8 @@ class ChosenBlocks(Pattern, PageReader):
         q: Float[Array, "B T N H"],
         k: Float[Array, "B S K H"],
         v: Float[Array, "B S K Hv"],
-        queries: Tokens,
-        keys: Tokens,
+        queries: DocumentTokens,
+        keys: DocumentTokens,
         metadata: AttentionMetadata,
         axis: str | None = None,
     ) -> Float[Array, "B T N Hv"]:
@@ -234,9 +233,9 @@ class ChosenBlocks(Pattern, PageReader):
 
     def choose_by_query(
         self,
-        best: Callable[[Any, Tokens, Bool[Array, "B C"]], tuple[jax.Array, jax.Array]],
+        best: Callable[[Any, DocumentTokens, Bool[Array, "B C"]], tuple[jax.Array, jax.Array]],
         arrays: Any,
-        queries: Tokens,
+        queries: DocumentTokens,
         blocks: Blocks,
         elements: int,
     ) -> Int[Array, "B h T m"]:

@@ -25,7 +25,7 @@ from lcjax.attention.indexer import (
     logits,
     tie,
 )
-from lcjax.attention.on_devices import Tokens, on_devices
+from lcjax.attention.on_devices import DocumentTokens, on_devices
 from lcjax.attention.pages import PagedCache
 from lcjax.errors import Interval, PositiveInt
 from pallas_kernels import gather
@@ -177,7 +177,11 @@ class MSA(ChosenBlocks):
             return gather.by_query(of_query, arrays, elements)
 
     def _in_chosen(
-        self, chosen: Int[Array, "B K m"], query: Tokens, keys: Tokens, blocks: Blocks
+        self,
+        chosen: Int[Array, "B K m"],
+        query: DocumentTokens,
+        keys: DocumentTokens,
+        blocks: Blocks,
     ) -> Bool[Array, "B K S"]:
         """Returns which keys are in the own block of a query of each row, or in a chosen one."""
         is_block = chosen < blocks.numbers.shape[1]

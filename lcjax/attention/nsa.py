@@ -26,7 +26,7 @@ from lcjax.attention.cache import LayerCache
 from lcjax.attention.causal import Causal
 from lcjax.attention.chosen_blocks import Blocks, ChosenBlocks, complete_blocks
 from lcjax.attention.inf_llm_v2 import group_scores
-from lcjax.attention.on_devices import Tokens, on_devices
+from lcjax.attention.on_devices import DocumentTokens, on_devices
 from lcjax.attention.pages import PagedCache
 from lcjax.errors import PositiveInt, Range
 from lcjax.rope.rotation import no_rotation
@@ -146,8 +146,8 @@ class NSA(ChosenBlocks):
         q: Float[Array, "B T N H"],
         k: Float[Array, "B S K H"],
         v: Float[Array, "B S K Hv"],
-        queries: Tokens,
-        keys: Tokens,
+        queries: DocumentTokens,
+        keys: DocumentTokens,
         metadata: AttentionMetadata,
     ) -> Float[Array, "B T N Hv"]:
         """Computes the branch of compressed blocks; 0 for tokens before the end of the first."""

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lcjax.attention.base import AttentionMetadata, Features
 
 
-class Tokens(NamedTuple):
+class DocumentTokens(NamedTuple):
     """Positions, order indices and documents of tokens."""
 
     positions: Int[Array, "B S"]
@@ -22,17 +22,17 @@ class Tokens(NamedTuple):
     segments: Int[Array, "B S"] | None  # 0 is padding; None: one document
 
     @classmethod
-    def of(cls, positions, index, segments) -> Tokens:
+    def of(cls, positions, index, segments) -> DocumentTokens:
         index = jnp.arange(positions.shape[1], dtype=jnp.int32) if index is None else index
         return cls(positions, jnp.broadcast_to(index, positions.shape), segments)
 
-    def with_segments(self) -> Tokens:
+    def with_segments(self) -> DocumentTokens:
         """Returns the tokens with the number of the one document, if they have none."""
         if self.segments is not None:
             return self
         return self._replace(segments=jnp.ones(self.index.shape, jnp.int32))
 
-    def visible_to(self, query: Tokens) -> Bool[Array, "B S"]:
+    def visible_to(self, query: DocumentTokens) -> Bool[Array, "B S"]:
         """Returns which of these keys one token [B] of each row may read: both have segments."""
         segments = query.segments[:, None]
         same = (self.segments == segments) & (segments != 0)
@@ -51,16 +51,16 @@ def on_devices(
     """Calls `run` with the queries of each device, and with the keys of their rows and heads.
 
     Args:
-      run: a function of (q, k, v, queries, keys, metadata, axis): queries and keys are `Tokens`,
-        metadata have the rotation and the features of the device and no layout, and `axis` is the
-        mesh axis that shares the heads, or None. It returns an array with the axes of q, or
-        [B, T] if v is None.
+      run: a function of (q, k, v, queries, keys, metadata, axis). Queries and keys are
+        `DocumentTokens`, metadata have the rotation and the features of the device and no layout,
+        and `axis` is the mesh axis that shares the heads, or None. It returns an array with the
+        axes of q, or [B, T] if v is None.
       q, k, v: queries, keys and values of all devices.
       metadata: that of the call.
       by_head: whether the third axis of `metadata.features.queries` is one of heads.
     """
-    queries = Tokens.of(metadata.q_positions, metadata.q_index, metadata.q_segments)
-    keys = Tokens.of(metadata.k_positions, metadata.k_index, metadata.k_segments)
+    queries = DocumentTokens.of(metadata.q_positions, metadata.q_index, metadata.q_segments)
+    keys = DocumentTokens.of(metadata.k_positions, metadata.k_index, metadata.k_segments)
     layout, rotation, features = metadata.layout, metadata.rotation, metadata.features
     plain = metadata.replace(layout=None, row_indices=None)
 

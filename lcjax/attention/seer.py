@@ -24,7 +24,7 @@ from lcjax.attention.base import (
 )
 from lcjax.attention.chosen_blocks import complete_blocks
 from lcjax.attention.indexer import index_rotation, kl_divergence, log_softmax
-from lcjax.attention.on_devices import Tokens, on_devices
+from lcjax.attention.on_devices import DocumentTokens, on_devices
 from lcjax.attention.prompt_blocks import BlockedPrompt, attend_chosen, ranks
 from lcjax.errors import Fraction, Interval, NonNegativeInt, PositiveInt
 from lcjax.rope.rotation import Rotation, no_rotation
@@ -186,7 +186,7 @@ class SeerAttention(Pattern):
 
         A token has that of its block of queries; 0 if the block is not complete.
         """
-        tokens = Tokens.of(metadata.q_positions, metadata.q_index, metadata.q_segments)
+        tokens = DocumentTokens.of(metadata.q_positions, metadata.q_index, metadata.q_segments)
         rows, length = tokens.index.shape
         if length < self.block:
             return jnp.zeros((rows, length))
@@ -259,8 +259,8 @@ class SeerAttention(Pattern):
 
     def _between_blocks(
         self,
-        queries: Tokens,
-        keys: Tokens,
+        queries: DocumentTokens,
+        keys: DocumentTokens,
         slots: Int[Array, "B D block"],
         is_past: Bool[Array, "B C D"],
         soft_cap: float | None,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lcjax.attention import InfLLMV2, MoBA, chosen_blocks
-from lcjax.attention.chosen_blocks import Tokens, attend_to_chosen, complete_blocks
+from lcjax.attention.chosen_blocks import DocumentTokens, attend_to_chosen, complete_blocks
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
 
@@ -98,7 +98,7 @@ def _largest(jaxpr) -> int:
 def test_blocks_count_from_the_first_token_of_each_document():
     segments = jnp.asarray([[0, 1, 1, 1, 1, 0, 1, 2, 2, 2, 3, 3, 3, 3]])
     index = jnp.asarray([[0, 0, 1, 2, 3, 0, 4, 0, 1, 2, 0, 1, 2, 3]])
-    blocks = complete_blocks(Tokens(index, index, segments), 2)
+    blocks = complete_blocks(DocumentTokens(index, index, segments), 2)
     assert blocks.segments.tolist() == [[1, 1, 2, 3, 3, -1, -1]]
     assert blocks.numbers[0, :5].tolist() == [0, 1, 0, 0, 1]
     assert blocks.slots[0, :5].tolist() == [[1, 2], [3, 4], [7, 8], [10, 11], [12, 13]]

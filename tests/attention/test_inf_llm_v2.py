@@ -11,7 +11,7 @@ from tiny_lm import generated, ids, sharp_lm
 
 from lcjax.attention import AttentionMetadata, Causal, InfLLMV2, chosen_blocks
 from lcjax.attention.cache import LayerShape
-from lcjax.attention.chosen_blocks import Tokens, complete_blocks
+from lcjax.attention.chosen_blocks import DocumentTokens, complete_blocks
 from lcjax.attention.pages import PagedCache
 from lcjax.cost import resources
 from lcjax.errors import InputError
@@ -36,7 +36,7 @@ def attend(q, k, v, pattern):
 def chosen(q, k, pattern):
     """The blocks that one row of tokens reads, bool [K, T, blocks]."""
     places = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-    tokens = Tokens.of(places, None, None)
+    tokens = DocumentTokens.of(places, None, None)
     blocks = complete_blocks(tokens, pattern.block)
     ids = pattern.choose(q, k, tokens, tokens, blocks, AttentionMetadata(places, places))[0]
     numbers = jnp.arange(-(-q.shape[1] // pattern.block))

@@ -12,7 +12,7 @@ from tiny_lm import generated, ids, sharp_lm
 from lcjax.attention import MSA
 from lcjax.attention.base import Features
 from lcjax.attention.chosen_blocks import complete_blocks
-from lcjax.attention.on_devices import Tokens
+from lcjax.attention.on_devices import DocumentTokens
 from lcjax.generation.sampling import Sampling
 from lcjax.rope import Rotation
 from pallas_kernels import gather
@@ -47,7 +47,7 @@ def test_choices_are_those_of_transformers(no_ties):
         metadata,
     )
     places = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    tokens = Tokens(places, places, None)
+    tokens = DocumentTokens(places, places, None)
     blocks = complete_blocks(tokens, block)
     chosen = pattern._choose(features.queries["index"], features.keys["index"], tokens, blocks)
     found = np.zeros((rows, heads, length, -(-length // block) + 1), bool)

@@ -14,7 +14,7 @@ from lcjax.attention.base import Features
 from lcjax.attention.cache import LayerShape
 from lcjax.attention.chosen_blocks import complete_blocks
 from lcjax.attention.nsa import BranchCache
-from lcjax.attention.on_devices import Tokens
+from lcjax.attention.on_devices import DocumentTokens
 from lcjax.cost import resources
 from lcjax.errors import InputError
 from lcjax.generation.sampling import Sampling
@@ -55,7 +55,7 @@ def chosen(q, k, pattern, segments=None):
     params = {"cu_seqlens": [0, q.shape[1]]} if segments is None else {"cu_seqlens": segments}
     metadata = sparse_golden.metadata(params)
     places = jnp.broadcast_to(metadata.q_order, q.shape[:2])
-    tokens = Tokens(places, places, metadata.q_segments)
+    tokens = DocumentTokens(places, places, metadata.q_segments)
     blocks = complete_blocks(tokens, pattern.block)
     ids = pattern.choose(q, k, tokens, tokens, blocks, metadata)[0]
     count = blocks.numbers.shape[1]
