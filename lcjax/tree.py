@@ -1,6 +1,6 @@
 """Nested dicts of parameters and their flat form, `{"layers/mlp/up/kernel": leaf}`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -10,18 +10,17 @@ def flatten(tree: dict, *, separator: str = "/", lists: bool = False) -> dict[st
     Every value that is not a dict is a leaf. With `lists=True` lists are flattened too:
     `{"a": [x]}` -> `{"a/0": x}`.
     """
-    flat = {}
+    return dict(_leaves(tree, "", separator, dict | list if lists else dict))
 
-    def walk(branch, prefix):
-        for name, child in branch.items() if isinstance(branch, dict) else enumerate(branch):
-            path = f"{prefix}{name}"
-            if isinstance(child, dict | list if lists else dict):
-                walk(child, path + separator)
-            else:
-                flat[path] = child
 
-    walk(tree, "")
-    return flat
+def _leaves(branch: Any, prefix: str, separator: str, kinds: Any) -> Iterator[tuple[str, Any]]:
+    # An inner function that calls itself would hold all leaves until the garbage collector runs.
+    for name, child in branch.items() if isinstance(branch, dict) else enumerate(branch):
+        path = f"{prefix}{name}"
+        if isinstance(child, kinds):
+            yield from _leaves(child, path + separator, separator, kinds)
+        else:
+            yield path, child
 
 
 def nest(flat: dict[str, Any]) -> dict:

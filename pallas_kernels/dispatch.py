@@ -527,7 +527,8 @@ def _once_differentiable(function: Callable, arrays, operands: Operands, static)
         if not isinstance(static, tuple) or static[1].block is not None:
             raise NotImplementedError(
                 "second derivatives of attention over keys of several devices, and of landmark"
-                " attention, are not supported (jax.hessian, grad of grad)"
+                " attention, are not supported (jax.hessian, grad of grad); leave the axis of the"
+                ' length out of the mesh, or use implementation="reference"'
             )
         dense = functools.partial(_by_reference, spec=static[1])
         return jax.jvp(dense, primals, tangents)

@@ -54,8 +54,7 @@ def best_blocks(
       int32 ids in ascending order, and whether each is a block: [B, T, N, M] for
       "token_and_head", [B, N, M] for "head_and_chunk", [B, M] for "chunk".
     """
-    share = max(TIE, float(jnp.finfo(dtype or q.dtype).eps) / 8)
-    margin = share * scale * _score_bound(q, summary, exists)
+    margin = tie(dtype or q.dtype) * scale * _score_bound(q, summary, exists)
     x = pooled(scale * scores(q, summary), per, is_query, exists)
     if per == "head_and_chunk":  # rounding changes both the score and the softmax's sum
         if is_query is not None:
@@ -66,6 +65,24 @@ def best_blocks(
     if exists is not None:
         exists = jnp.expand_dims(exists, tuple(range(1, x.ndim - 1)))
     return best(x, count, exists, margin=margin)
+
+
+def tie(dtype) -> float:
+    """Returns the share of a bound of scores, computed in `dtype`, that rounding may change."""
+    return max(TIE, float(jnp.finfo(dtype).eps) / 8)
+
+
+def lengths(x):
+    """Returns the float32 lengths [...] of vectors [..., H], which bound their products."""
+    return jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
+
+
+def is_listed(ids, is_valid, count: int):
+    """Returns whether 0 ... count - 1 are among the valid ids [..., M]: bool [..., count]."""
+    flat = jnp.where(is_valid, ids, count).reshape(-1, ids.shape[-1])
+    rows = jnp.arange(len(flat))[:, None]
+    listed = jnp.zeros((len(flat), count), bool).at[rows, flat].set(True, mode="drop")
+    return listed.reshape(*ids.shape[:-1], count)
 
 
 def _score_bound(q, summary, exists=None):

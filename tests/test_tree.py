@@ -1,5 +1,8 @@
 """Nested dicts and their flat form."""
 
+import gc
+import weakref
+
 from lcjax.tree import flatten, lookup, nest, split, union
 
 TREE = {"b": {"up": {"kernel": 1, "lora_a": 2}, "norm": 3}, "a": 4}
@@ -21,3 +24,19 @@ def test_split_halves_join_to_the_same_tree_in_an_order_of_its_own():
     assert union(*halves) == TREE
     assert list(flatten(union(*halves))) == sorted(flatten(TREE))
     assert str(union(*halves)) == str(union(*halves[::-1]))
+
+
+def test_flat_trees_hold_no_leaf_after_they_are_gone():
+    class Leaf:
+        pass
+
+    gc.disable()
+    try:
+        leaf = Leaf()
+        gone = weakref.ref(leaf)
+        flat = flatten({"a": {"b": leaf}, "c": 1})
+        assert flat["a/b"] is leaf
+        del flat, leaf
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -389,7 +389,8 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     @property
     def has_divergence(self) -> bool:
         """Whether a training adds `divergence` to the loss."""
-        return type(self).divergence is not Pattern.divergence
+        is_defined = type(self).divergence is not Pattern.divergence
+        return is_defined and self.divergence_factor > 0
 
     @property
     def divergence_factor(self) -> float:

@@ -412,8 +412,8 @@ class FullCache(LayerCache):
             )
         if self.features and not self.rotated:
             raise InputError(
-                "the pattern keeps features of rotated keys, and exact=True rotates keys again"
-                " while the text grows; leave exact out"
+                f"model.pattern keeps {self.features[0][0]} keys that are rotated, and exact=True"
+                " rotates keys again while the text grows; leave exact out, or take another pattern"
             )
         return self, length
 

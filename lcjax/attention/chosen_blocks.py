@@ -253,7 +253,9 @@ class ChosenBlocks(Pattern, PageReader):
 
         def of_query(arrays):
             arrays, query = arrays
-            ids, is_block = best(arrays, query, self.candidates(blocks, *query[1:]))
+            ids, is_block = best(
+                arrays, query, self.candidates(blocks, query.index, query.segments)
+            )
             return jnp.where(is_block, ids, count)
 
         arrays = jax.lax.stop_gradient(arrays), queries.with_segments()
@@ -268,6 +270,38 @@ class ChosenBlocks(Pattern, PageReader):
         near = jnp.broadcast_to(near[:, None], (*ids.shape[:2], self.local + 1))
         ids = jnp.concatenate([ids, jnp.maximum(near, 0)], -1)
         return ids, jnp.concatenate([is_block, near >= 0], -1)
+
+
+def group_scores(
+    q: Float[Array, "B N H"],
+    means: Float[Array, "B W K H"],
+    lengths: Float[Array, "B W K"],
+    visible: Bool[Array, "B W"],
+) -> tuple[Float[Array, "B K W"], Float[Array, "B K 1"]]:
+    """Returns the scores of means of keys for the query heads of each key head together.
+
+    They are logarithms of the sum over these heads of softmax over the visible means.
+
+    Args:
+      q: rotated queries.
+      means: the mean keys.
+      lengths: those of the means.
+      visible: means that the query compares.
+
+    Returns:
+      The scores, and by how much rounding may change them.
+    """
+    rows, kv_heads, size = len(q), means.shape[2], q.shape[-1]
+    logits = gather.scores(q[:, None], means)[:, 0] * size**-0.5
+    logits = jnp.where(visible[:, None], logits, -jnp.inf)
+    total = jax.nn.logsumexp(logits, -1, keepdims=True)
+    logits -= jnp.where(total > -jnp.inf, total, 0)
+    scores = jax.nn.logsumexp(logits.reshape(rows, kv_heads, -1, logits.shape[-1]), 2)
+    # Rounding changes a logit and the softmax's sum. See `gather.TIE`.
+    longest = jnp.where(visible[..., None], lengths, 0).max(1)  # [B, K]
+    of_query = gather.lengths(q).reshape(rows, kv_heads, -1)
+    margin = 2 * gather.tie(q.dtype) * size**-0.5 * of_query.max(-1) * longest
+    return scores, margin[..., None]
 
 
 def attend_to_chosen(

@@ -24,12 +24,9 @@ from lcjax.attention.base import (
 from lcjax.attention.cache import FullCache, LayerCache
 from lcjax.attention.indexer import (
     index_rotation,
-    is_listed,
     kl_divergence,
-    lengths,
     log_softmax,
     logits,
-    tie,
 )
 from lcjax.attention.on_devices import on_devices
 from lcjax.errors import Interval, PositiveInt
@@ -106,15 +103,16 @@ class DSA(Pattern):
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         """Returns a pass over the latest keys, which are as many as any choice."""
         mask = causal()
-        if not self._reads_all(metadata.k_positions.shape[1]):
+        if not self.reads_all(metadata.k_positions.shape[1]):
             mask = mask & window(self.top_k)
         return [Pass(metadata.q_positions, metadata.k_positions, mask)]
 
-    def _reads_all(self, keys: int) -> bool:
+    def reads_all(self, keys: int) -> bool:
+        """Returns whether every token of a text of so many tokens reads all before it."""
         return self.dense or keys <= self.top_k
 
     def choice_flops(self, layer, length, keys):
-        learns = self.dense or not self._reads_all(length)
+        learns = self.dense or not self.reads_all(length)
         return 2.0 * self.heads * self.head_dim * keys if learns else 0.0
 
     def features(self, parameters, x, q, k, metadata):
@@ -133,7 +131,7 @@ class DSA(Pattern):
         return Features({"index": rotate(queries), "weight": weights}, {"index": keys}, {})
 
     def attend(self, q, k, v, metadata):
-        if self._reads_all(k.shape[1]):
+        if self.reads_all(k.shape[1]):
             return super().attend(q, k, v, metadata)
         self.check_metadata(metadata)
         return on_devices(self._attend, q, k, v, metadata, by_head=False)
@@ -160,7 +158,7 @@ class DSA(Pattern):
             if copies:
                 pair = (jnp.take_along_axis(x, ids[..., None, None], axis=1) for x in (k, v))
                 return _attention(q, *pair, is_key, metadata.soft_cap)
-            return _attention(q, k, v, is_listed(ids, is_key, k.shape[1]), metadata.soft_cap)
+            return _attention(q, k, v, gather.is_listed(ids, is_key, k.shape[1]), metadata.soft_cap)
 
         size = k.shape[1]
         elements = self.heads * size + q.shape[2] * (self.top_k if copies else size)
@@ -177,8 +175,8 @@ class DSA(Pattern):
         def of_query(arrays):
             q, features, query = arrays
             visible = keys.visible_to(query)
-            if not self._reads_all(k.shape[1]):
-                visible = is_listed(*self._choose(features, index, visible), k.shape[1])
+            if not self.reads_all(k.shape[1]):
+                visible = gather.is_listed(*self._choose(features, index, visible), k.shape[1])
             x = logits(q, k, metadata.soft_cap)
             teacher = jnp.exp(log_softmax(x, visible[:, None, None])).sum((1, 2))
             teacher = teacher if axis is None else jax.lax.psum(teacher, axis)
@@ -198,9 +196,9 @@ class DSA(Pattern):
     ) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
         """Returns the keys that a query of each row reads, and whether each is one."""
         features, index = jax.lax.stop_gradient((features, index))
-        bound = (jnp.abs(features["weight"]) * lengths(features["index"])).sum(-1)
-        bound *= jnp.where(visible, lengths(index), 0).max(-1)
-        margin = tie(index.dtype) * bound[:, None]
+        bound = (jnp.abs(features["weight"]) * gather.lengths(features["index"])).sum(-1)
+        bound *= jnp.where(visible, gather.lengths(index), 0).max(-1)
+        margin = gather.tie(index.dtype) * bound[:, None]
         return gather.best(_scores(features, index), self.top_k, visible, margin)
 
 

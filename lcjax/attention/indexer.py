@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from lcjax.rope.rotation import Rotation
 from pallas_kernels import gather
@@ -23,26 +23,6 @@ def index_rotation(rotation: Rotation, size: int) -> Rotation:
     if fitting < pairs:
         frequencies = frequencies[..., np.arange(fitting) * pairs // max(fitting, 1)]
     return Rotation(frequencies)
-
-
-def lengths(x: Float[Array, "... J"]) -> Float[Array, ...]:
-    """Returns the float32 lengths of vectors."""
-    return jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
-
-
-def tie(dtype: jnp.dtype) -> float:
-    """Returns the share of a bound of scores below which differences count as rounding."""
-    return max(gather.TIE, float(jnp.finfo(dtype).eps) / 8)
-
-
-def is_listed(
-    ids: Int[Array, "*A M"], is_valid: Bool[Array, "*A M"], count: int
-) -> Bool[Array, "*A count"]:
-    """Returns whether each of 0 ... count - 1 is among the valid `ids`."""
-    flat = jnp.where(is_valid, ids, count).reshape(-1, ids.shape[-1])
-    rows = jnp.arange(len(flat))[:, None]
-    listed = jnp.zeros((len(flat), count), bool).at[rows, flat].set(True, mode="drop")
-    return listed.reshape(*ids.shape[:-1], count)
 
 
 def logits(

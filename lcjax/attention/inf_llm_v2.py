@@ -9,12 +9,11 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import Pattern
-from lcjax.attention.chosen_blocks import ChosenBlocks, complete_blocks
+from lcjax.attention.chosen_blocks import ChosenBlocks, complete_blocks, group_scores
 from lcjax.errors import InputError, NonNegativeInt, PositiveInt
 from pallas_kernels import gather
 
@@ -169,39 +168,6 @@ class InfLLMV2(ChosenBlocks):
         is_candidate = pages < (last // self.block - self.local)[:, None]
         places = pages * self._strides
         return self._best(token.q, windows, windows.visible(last), places, pages, is_candidate)
-
-
-def group_scores(
-    q: Float[Array, "B N H"],
-    means: Float[Array, "B W K H"],
-    lengths: Float[Array, "B W K"],
-    visible: Bool[Array, "B W"],
-) -> tuple[Float[Array, "B K W"], Float[Array, "B K 1"]]:
-    """Returns the scores of means of keys for the query heads of each key head together.
-
-    They are logarithms of the sum over these heads of softmax over the visible means.
-
-    Args:
-      q: rotated queries.
-      means: the mean keys.
-      lengths: those of the means.
-      visible: means that the query compares.
-
-    Returns:
-      The scores, and by how much rounding may change them.
-    """
-    rows, kv_heads, size = len(q), means.shape[2], q.shape[-1]
-    logits = gather.scores(q[:, None], means)[:, 0] * size**-0.5
-    logits = jnp.where(visible[:, None], logits, -jnp.inf)
-    total = jax.nn.logsumexp(logits, -1, keepdims=True)
-    logits -= jnp.where(total > -jnp.inf, total, 0)
-    scores = jax.nn.logsumexp(logits.reshape(rows, kv_heads, -1, logits.shape[-1]), 2)
-    # Rounding changes a logit and the softmax's sum. See `gather.TIE`.
-    longest = jnp.where(visible[..., None], lengths, 0).max(1)  # [B, K]
-    of_query = jnp.linalg.norm(q.astype(jnp.float32), axis=-1).reshape(rows, kv_heads, -1)
-    share = max(gather.TIE, float(jnp.finfo(q.dtype).eps) / 8)
-    margin = 2 * share * size**-0.5 * of_query.max(-1) * longest
-    return scores, margin[..., None]
 
 
 class _Windows(NamedTuple):

@@ -14,16 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import Features, Parameter, Pattern, rotate_qk
-from lcjax.attention.cache import LayerCache
+from lcjax.attention.cache import FullCache, LayerCache
 from lcjax.attention.chosen_blocks import Blocks, ChosenBlocks, complete_blocks
 from lcjax.attention.indexer import (
     index_rotation,
-    is_listed,
     kl_divergence,
-    lengths,
     log_softmax,
     logits,
-    tie,
 )
 from lcjax.attention.on_devices import DocumentTokens, on_devices
 from lcjax.attention.pages import PagedCache
@@ -71,10 +68,10 @@ class MSA(ChosenBlocks):
     def parameters(self):
         names = functools.partial("self_attn.indexer.{}.weight".format)
         return {
-            "index_query": Parameter("DKJ", names("q_proj"), "KJ,D"),
-            "index_key": Parameter("DJ", names("k_proj"), "J,D"),
-            "index_query_norm_scale": Parameter("J", names("q_norm"), "J", "zeros"),
-            "index_key_norm_scale": Parameter("J", names("k_norm"), "J", "zeros"),
+            "block_query": Parameter("DKJ", names("q_proj"), "KJ,D"),
+            "block_key": Parameter("DJ", names("k_proj"), "J,D"),
+            "block_query_norm_scale": Parameter("J", names("q_norm"), "J", "zeros"),
+            "block_key_norm_scale": Parameter("J", names("k_norm"), "J", "zeros"),
         }
 
     @property
@@ -83,6 +80,8 @@ class MSA(ChosenBlocks):
 
     @property
     def layer_cache(self) -> LayerCache:
+        if self.dense:
+            return FullCache()
         return PagedCache(self, features=(("index", 1, self.head_dim),))
 
     def reads_all(self, keys):
@@ -97,10 +96,10 @@ class MSA(ChosenBlocks):
         rotation = index_rotation(metadata.rotation, self.head_dim)
 
         def index(name, axes):
-            y = gather.einsum(f"BTD,D{axes}->BT{axes}", x, parameters[f"index_{name}"])
+            y = gather.einsum(f"BTD,D{axes}->BT{axes}", x, parameters[f"block_{name}"])
             y = y.astype(x.dtype).astype(jnp.float32).reshape(*x.shape[:2], -1, self.head_dim)
             y *= jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + _EPSILON)
-            y *= 1 + parameters[f"index_{name}_norm_scale"].astype(jnp.float32)
+            y *= 1 + parameters[f"block_{name}_norm_scale"].astype(jnp.float32)
             return rotation.rotate(y.astype(x.dtype), metadata.q_positions)
 
         return Features({"index": index("query", "KJ")}, {"index": index("key", "J")}, {})
@@ -111,7 +110,7 @@ class MSA(ChosenBlocks):
 
     def _choose(self, index_queries, index_keys, queries, blocks):
         of_blocks = blocks.take(index_keys)[:, :, 0]  # [B, C*block, J]
-        longest = lengths(of_blocks).reshape(*blocks.slots.shape).max(-1)
+        longest = gather.lengths(of_blocks).reshape(*blocks.slots.shape).max(-1)
 
         def best(index, query, is_candidate):
             scores = gather.einsum("BKJ,BSJ->BKS", index, of_blocks.astype(index.dtype))
@@ -137,8 +136,8 @@ class MSA(ChosenBlocks):
           longest: the length of the longest index key of each block.
           is_candidate: blocks that the query may choose.
         """
-        bound = lengths(index) * jnp.where(is_candidate, longest, 0).max(-1)[:, None]
-        margin = tie(index.dtype) * bound[..., None]
+        bound = gather.lengths(index) * jnp.where(is_candidate, longest, 0).max(-1)[:, None]
+        margin = gather.tie(index.dtype) * bound[..., None]
         return gather.best(scores, self.num_chosen, is_candidate[:, None], margin)
 
     def divergence(self, q, k, metadata):
@@ -155,8 +154,8 @@ class MSA(ChosenBlocks):
         chosen = None
         if not self.reads_all(k.shape[1]):
             blocks = complete_blocks(keys, self.block)
-            fixed = jax.lax.stop_gradient((features["index"], index[:, :, None]))
-            chosen = self._choose(*fixed, queries, blocks).swapaxes(1, 2)  # [B, T, K, m]
+            pair = jax.lax.stop_gradient((features["index"], index[:, :, None]))
+            chosen = self._choose(*pair, queries, blocks).swapaxes(1, 2)  # [B, T, K, m]
         keys = keys.with_segments()
 
         @jax.checkpoint
@@ -186,11 +185,13 @@ class MSA(ChosenBlocks):
         """Returns which keys are in the own block of a query of each row, or in a chosen one."""
         is_block = chosen < blocks.numbers.shape[1]
         numbers = jnp.take_along_axis(blocks.numbers[:, None], chosen, axis=2, mode="clip")
-        own = jnp.broadcast_to((query.index // self.block)[:, None, None], (*chosen.shape[:2], 1))
-        numbers = jnp.concatenate([numbers, own], -1)
-        is_block = jnp.concatenate([is_block, jnp.ones(own.shape, bool)], -1)
+        current = jnp.broadcast_to(
+            (query.index // self.block)[:, None, None], (*chosen.shape[:2], 1)
+        )
+        numbers = jnp.concatenate([numbers, current], -1)
+        is_block = jnp.concatenate([is_block, jnp.ones(current.shape, bool)], -1)
         of_keys = keys.index // self.block
-        listed = is_listed(numbers, is_block, keys.index.shape[1] // self.block + 1)
+        listed = gather.is_listed(numbers, is_block, keys.index.shape[1] // self.block + 1)
         return jnp.take_along_axis(listed, of_keys[:, None], axis=2)
 
     # The choice of a generated token, for `PagedCache`
@@ -209,6 +210,8 @@ class MSA(ChosenBlocks):
         rows = jnp.arange(len(pages))[:, None]
         least = jnp.full((len(pages), count, index.shape[1]), -jnp.inf)
         scores = least.at[rows, pages].max(products.swapaxes(1, 2), mode="drop").swapaxes(1, 2)
-        longest = jnp.zeros((len(pages), count)).at[rows, pages].max(lengths(keys), mode="drop")
+        longest = (
+            jnp.zeros((len(pages), count)).at[rows, pages].max(gather.lengths(keys), mode="drop")
+        )
         is_candidate = jnp.arange(count) < (token.index // self.block)[:, None]
         return self._best(index, scores, longest, is_candidate)

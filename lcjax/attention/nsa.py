@@ -24,8 +24,7 @@ from lcjax.attention.base import (
 )
 from lcjax.attention.cache import LayerCache
 from lcjax.attention.causal import Causal
-from lcjax.attention.chosen_blocks import Blocks, ChosenBlocks, complete_blocks
-from lcjax.attention.inf_llm_v2 import group_scores
+from lcjax.attention.chosen_blocks import Blocks, ChosenBlocks, complete_blocks, group_scores
 from lcjax.attention.on_devices import DocumentTokens, on_devices
 from lcjax.attention.pages import PagedCache
 from lcjax.errors import PositiveInt, Range
@@ -196,7 +195,7 @@ class NSA(ChosenBlocks):
           visible: blocks whose means the query compares.
           is_candidate: blocks that the query may choose.
         """
-        lengths = jnp.linalg.norm(means.astype(jnp.float32), axis=-1)
+        lengths = gather.lengths(means)
         scores, margin = group_scores(q, means, lengths, visible)
         scores = jnp.where((numbers == 0)[:, None], jnp.inf, scores)
         return gather.best(scores, self.num_chosen, is_candidate[:, None], margin)

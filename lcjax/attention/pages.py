@@ -102,7 +102,7 @@ class PagedCache(FullCache):
 
     def fit(self, length, chunk):
         if not self._chooses(length):
-            return FullCache(rotated=self.rotated), length
+            return FullCache(rotated=self.rotated, features=self.features), length
         if not self.rotated:
             raise InputError(
                 f"{self.reader.setting} summarises keys that are rotated, and exact=True rotates"
@@ -229,8 +229,7 @@ class PagedCache(FullCache):
         keys, values = arrays["keys"], arrays["values"]
 
         def in_place():
-            is_read = jax.vmap(jax.vmap(_is_listed, (0, 0, None)), (0, 0, None))
-            is_read = is_read(pages, is_page, -(-keys.shape[2] // size))
+            is_read = gather.is_listed(pages, is_page, -(-keys.shape[2] // size))
             is_read |= (last < self.reader.dense_len)[:, None, None]
             index = jnp.where(view.slots.segments != 0, view.slots.index, -1)
             visible = jnp.take_along_axis(is_read, jnp.maximum(index, 0)[:, None] // size, axis=2)
@@ -254,11 +253,6 @@ class PagedCache(FullCache):
             return from_copies()
         reads_all = (last >= 0) & (last < self.reader.dense_len)
         return jax.lax.cond(reads_all.any(), in_place, from_copies)
-
-
-def _is_listed(pages: Int[Array, " M"], is_page: Bool[Array, " M"], count: int) -> Array:
-    """Returns whether each of `count` pages is one of `pages`, bool [P]."""
-    return jnp.zeros(count, bool).at[jnp.where(is_page, pages, count)].set(True, mode="drop")
 
 
 def _attend_to_visible(

@@ -218,10 +218,10 @@ class SeerAttention(Pattern):
             features=Features({"gates": gates_q}, keys | {"slots": blocks.slots}, {}),
         )  # fmt: skip
         with jax.named_scope("divergence"):
-            found = on_devices(self._divergence, of_blocks, k, None, metadata, by_head=True)
-        of_tokens = jnp.repeat(found[:, :count], self.block, axis=1)
+            by_block = on_devices(self._divergence, of_blocks, k, None, metadata, by_head=True)
+        of_tokens = jnp.repeat(by_block[:, :count], self.block, axis=1)
         places = jnp.where(jnp.repeat(blocks.segments, self.block, axis=1) > 0, flat, length)
-        zeros = jnp.zeros((rows, length), found.dtype)
+        zeros = jnp.zeros((rows, length), by_block.dtype)
         return zeros.at[jnp.arange(rows)[:, None], places].set(of_tokens, mode="drop")
 
     def _divergence(self, q, k, v, queries, keys, metadata, axis):
@@ -243,8 +243,8 @@ class SeerAttention(Pattern):
 
         q = q.reshape(rows, count, heads, self.block, size)
         arrays = by_head(q), jnp.moveaxis(k, 2, 0)
-        slots, keys, cap = features["slots"], keys.with_segments(), metadata.soft_cap
-        target = functools.partial(self._between_blocks, queries, keys, slots, is_past, cap)
+        slots, keys = features["slots"], keys.with_segments()
+        target = functools.partial(self._between_blocks, queries, keys, slots, is_past)
         targets = lax.map(lambda x: target(*x), lax.stop_gradient(arrays))
 
         @jax.checkpoint
@@ -254,8 +254,8 @@ class SeerAttention(Pattern):
             return kl_divergence(target, scores, is_past[:, :, None]).mean(2)
 
         arrays = targets, by_head(gates_q), jnp.moveaxis(gates_k, 2, 0)
-        found = lax.map(of_head, arrays).mean(0)
-        return found if axis is None else lax.pmean(found, axis)
+        mean = lax.map(of_head, arrays).mean(0)
+        return mean if axis is None else lax.pmean(mean, axis)
 
     def _between_blocks(
         self,
@@ -263,7 +263,6 @@ class SeerAttention(Pattern):
         keys: DocumentTokens,
         slots: Int[Array, "B D block"],
         is_past: Bool[Array, "B C D"],
-        soft_cap: float | None,
         q: Float[Array, "B C G block H"],
         k: Float[Array, "B S H"],
     ) -> Float[Array, "B C G D"]:
@@ -274,7 +273,6 @@ class SeerAttention(Pattern):
           keys: the tokens of the keys.
           slots: those of the tokens of blocks of keys.
           is_past: blocks of keys that blocks of queries may read.
-          soft_cap: that of the logits.
           q, k: rotated queries and keys of a key head.
         """
         flat = slots.reshape(len(slots), 1, -1)
@@ -285,7 +283,6 @@ class SeerAttention(Pattern):
             visible = keys.index[:, None] <= index[..., None]
             visible &= (keys.segments == block.segments[:, None])[:, None]
             x = gather.einsum("BGTH,BSH->BGTS", q, k) * q.shape[-1] ** -0.5
-            x = x if soft_cap is None else soft_cap * jnp.tanh(x / soft_cap)
             most = jnp.exp(log_softmax(x, visible[:, None])).max(2)
             most = jnp.take_along_axis(most, flat, axis=2)
             most = most.reshape(*most.shape[:2], -1, self.block).max(-1)

@@ -226,7 +226,7 @@ def check_trained(config: ModelConfig, params: dict) -> None:
         raise InputError(
             f"model.pattern.type={names} has parameters of its own, and these weights lack"
             f" {missing[0]}; train them first (train.trainable=[pattern]), or load a checkpoint"
-            " that has them"
+            " that has them, without another model.pattern"
         )
 
 

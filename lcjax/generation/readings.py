@@ -89,10 +89,11 @@ class Readings:
         """Adds a reading if there is space for it beside those of its method."""
         others = [other for other in self._readings if other[0] != key[0]]
         size = _size(reading) + sum(map(_size, self._readings.values()))
-        while size > self._num_bytes and others:
+        if size - sum(_size(self._readings[other]) for other in others) > self._num_bytes:
+            return
+        while size > self._num_bytes:
             size -= _size(self._readings.pop(others.pop(0)))
-        if size <= self._num_bytes:
-            self._readings[key] = reading
+        self._readings[key] = reading
 
 
 def _size(reading: Reading) -> int:

@@ -732,8 +732,8 @@ def with_pattern_parameters(
     present = flatten(params)
     missing = missing_of_patterns(params, config)
     shapes = flatten(jax.eval_shape(functools.partial(_init, config), jax.random.key(0)))
-    kept = {p: x for p, x in present.items() if not is_of_pattern(p) or p in shapes}
-    if not missing and len(kept) == len(present):
+    used = {p: x for p, x in present.items() if not is_of_pattern(p) or p in shapes}
+    if not missing and len(used) == len(present):
         return params
 
     def create(key):
@@ -743,16 +743,30 @@ def with_pattern_parameters(
     shardings = None
     if mesh is not None:
         shardings = param_shardings(mesh, jax.eval_shape(create, key))
-    return union(nest(kept), jax.jit(create, out_shardings=shardings)(key) if missing else {})
+    return union(nest(used), jax.jit(create, out_shardings=shardings)(key) if missing else {})
 
 
 def missing_of_patterns(params: dict, config: ModelConfig) -> set[str]:
-    """Returns the paths of parameters of `config`'s patterns that `params` lack."""
+    """Returns the paths of parameters of `config`'s patterns that `params` lack.
+
+    Raises:
+      InputError: `params` have some of another shape.
+    """
     if not any(pattern.parameters for pattern in config.patterns):
         return set()
     shapes = flatten(jax.eval_shape(functools.partial(_init, config), jax.random.key(0)))
-    present = flatten(params)
-    return {path for path in shapes if is_of_pattern(path) and path not in present}
+    present, missing = flatten(params), set()
+    for path, leaf in shapes.items():
+        if not is_of_pattern(path):
+            continue
+        if path not in present:
+            missing.add(path)
+        elif present[path].shape != leaf.shape:
+            raise InputError(
+                f"model.pattern: the weights have {path} of shape {present[path].shape}, and these"
+                f" fields need {leaf.shape}; give the sizes with which it was trained"
+            )
+    return missing
 
 
 def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, *, host: bool = False) -> dict:

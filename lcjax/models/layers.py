@@ -466,8 +466,8 @@ class Attention(Projections):
                         metadata = metadata.replace(features=features)
                     y = pattern.attend(q, k, v, metadata)
                     if isinstance(inputs.collect, CollectTerms) and pattern.has_divergence:
-                        fixed = map(lax.stop_gradient, (q, k))
-                        terms = pattern.divergence(*fixed, metadata) * inputs.collect.counted
+                        pair = map(lax.stop_gradient, (q, k))
+                        terms = pattern.divergence(*pair, metadata) * inputs.collect.counted
                         output = LayerOutput(divergence=terms.sum())
                 if isinstance(inputs.collect, CollectKeyValues):
                     output = LayerOutput(key_values=collect_key_values(k, v, inputs, pattern))

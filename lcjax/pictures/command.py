@@ -9,7 +9,7 @@ from lcjax import config as config_lib
 from lcjax.attention import Causal, Pattern
 from lcjax.checkpoints.build import ModelSection
 from lcjax.config.help import print_help
-from lcjax.errors import InputError, PositiveInt, check_integer, suggestion
+from lcjax.errors import InputError, PositiveInt, check_fields, check_integer, suggestion
 from lcjax.evaluation.plots import check_picture
 from lcjax.files import read_text
 from lcjax.generation.language_model import LanguageModel
@@ -137,6 +137,9 @@ class RecallNumbers:
     tokens: PositiveInt = 4096  # first tokens of the text
     queries: PositiveInt = 64  # last tokens of these, whose attention counts
 
+    def __post_init__(self):
+        check_fields("", self)
+
 
 def _mask(config: MaskPicture) -> None:
     check_integer("layer", config.layer, 0, most=_MAX_LAYER)
@@ -179,12 +182,12 @@ def _recall(config: RecallNumbers) -> None:
     text = _text("text_file", config.text_file)
     lm = LanguageModel.load(config.model)
     ids = lm.encode(text)[: config.tokens]
-    found = attention_recall(lm, ids, queries=config.queries)
-    print(f"the last {found.queries} of {len(ids):,} tokens, mean of the heads of each layer")
+    recall = attention_recall(lm, ids, queries=config.queries)
+    print(f"the last {recall.queries} of {len(ids):,} tokens, mean of the heads of each layer")
     print("layer  attention kept  keys read")
-    for number, (mass, keys) in enumerate(zip(found.mass.mean(1), found.keys.mean(1))):
+    for number, (mass, keys) in enumerate(zip(recall.mass.mean(1), recall.keys.mean(1))):
         print(f"{number:5}  {100 * mass:12.1f} %  {100 * keys:7.1f} %")
-    print(f"  all  {100 * found.mass.mean():12.1f} %  {100 * found.keys.mean():7.1f} %")
+    print(f"  all  {100 * recall.mass.mean():12.1f} %  {100 * recall.keys.mean():7.1f} %")
 
 
 def _text(key: str, name: str) -> str:

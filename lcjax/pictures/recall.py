@@ -53,29 +53,30 @@ def attention_recall(lm: LanguageModel, text: Sequence[int], *, queries: int = 6
     if len(ids) <= queries:
         raise InputError(f"text has {len(ids)} tokens; give more than queries={queries}")
 
-    patterns: dict[int, Pattern] = {}
+    layers: dict[int, tuple[Pattern, float | None]] = {}
 
     def record(layer, q, k, pattern, metadata):
-        patterns[layer] = pattern
+        layers[layer] = pattern, metadata.soft_cap
         return q, k, metadata.rotation, metadata.features
 
     @functools.cache  # layers under one pattern share a compiled program
-    def measure(pattern):
-        return jax.jit(functools.partial(_recall, pattern=pattern, queries=queries))
+    def measure(pattern, soft_cap):
+        options = {"pattern": pattern, "soft_cap": soft_cap, "queries": queries}
+        return jax.jit(functools.partial(_recall, **options))
 
     by_layer = watch(lm, ids, record)
-    results = [measure(patterns[layer])(*inputs) for layer, inputs in enumerate(by_layer)]
+    results = [measure(*layers[layer])(*inputs) for layer, inputs in enumerate(by_layer)]
     mass, keys = map(np.stack, zip(*jax.tree.map(np.asarray, results), strict=True))
     return Recall(mass, keys, queries)
 
 
-def _recall(q, k, rotation, features, *, pattern: Pattern, queries: int):
+def _recall(q, k, rotation, features, *, pattern: Pattern, soft_cap: float | None, queries: int):
     """Returns (mass, keys) [N] of one layer."""
     at = jnp.arange(q.shape[1])
-    options = {"metadata": AttentionMetadata(at[None], at[None], features=features)}
-    options |= {"rotation": rotation, "queries": queries}
-    found = attention_weights(q, k, pattern=pattern, **options)[0]  # [queries, N, S]
+    metadata = AttentionMetadata(at[None], at[None], features=features, soft_cap=soft_cap)
+    options = {"metadata": metadata, "rotation": rotation, "queries": queries}
+    weights = attention_weights(q, k, pattern=pattern, **options)[0]  # [queries, N, S]
     full = attention_weights(q, k, pattern=Causal(), **options)[0]
-    is_read = found > 0
+    is_read = weights != 0  # gates may be negative
     mass = jnp.where(is_read, full, 0).sum(-1).mean(0)
     return mass, (is_read.sum(-1) / (at[-queries:, None] + 1)).mean(0)

@@ -103,9 +103,9 @@ def mask_of(
         sizes = {"D": 16, "N": heads, "K": heads, "H": 16} | pattern.sizes
 
         def values(one):
-            given = isinstance(one.init, tuple)
+            is_set = isinstance(one.init, tuple)
             shape = one.shape(sizes)
-            return np.broadcast_to(one.init, shape) if given else rng.standard_normal(shape)
+            return np.broadcast_to(one.init, shape) if is_set else rng.standard_normal(shape)
 
         parameters = {
             name: jnp.asarray(values(one), jnp.float32) for name, one in pattern.parameters.items()
@@ -119,7 +119,7 @@ def mask_of(
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
         weights = weigh(q[:, start:end], k[:, :end])[0]
-        seen[:, start:end, :end] = np.asarray(weights).transpose(1, 0, 2) > 0
+        seen[:, start:end, :end] = np.asarray(weights).transpose(1, 0, 2) != 0
     moved = metadata.replace(k_positions=pattern.key_positions(at, metadata.k_order))
     distance = np.full((heads, length, length), np.nan)
     order = np.arange(length)

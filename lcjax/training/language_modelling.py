@@ -17,7 +17,7 @@ from lcjax.checkpoints.hf_config import trained_for
 from lcjax.checkpoints.hf_names import fuses_adapters
 from lcjax.checkpoints.hf_save import HF_FOLDER, check_exportable
 from lcjax.checkpoints.landmark_token import with_landmark
-from lcjax.checkpoints.load import kernel_reader
+from lcjax.checkpoints.load import kernel_reader, load_config
 from lcjax.checkpoints.run_folder import MODEL_CONFIG, BaseModel, has_kernels
 from lcjax.checkpoints.tokenizer import Tokenizer
 from lcjax.data import Loader, check_outside_data, check_sources, make_loader, scan
@@ -25,6 +25,7 @@ from lcjax.errors import InputError
 from lcjax.files import update_sums
 from lcjax.models import Decoder, ModelConfig
 from lcjax.models import lora as lora_lib
+from lcjax.models.layers import is_of_pattern
 from lcjax.parallel import distributed
 from lcjax.parallel.device_memory import to_host
 from lcjax.parallel.digest import weights_digest
@@ -80,6 +81,8 @@ class LanguageModelTask(Task):
         trained, frozen = split_trained(self.config, self.load_model())
         if self._has_new_tokens:
             self._check_new_tokens(frozen)
+        if self._has_new_pattern:
+            self._check_new_pattern(frozen)
         if self.config.train.export:
             check_exportable(self._saved_model())
         if self._memory is None:
@@ -96,6 +99,7 @@ class LanguageModelTask(Task):
         params, self.model, self.tokenizer = with_landmark(params, model.config, tokenizer, mesh)
         batches.check_mask(config, self.model, self.tokenizer)
         self._has_new_tokens = self.model.vocab_size > model.config.vocab_size
+        self._has_new_pattern = self._adds_parameters()
         self.dtype = self.model.dtype
         if config.train.lora is not None:
             self.model = self.model.replace(lora=config.train.lora)
@@ -103,6 +107,20 @@ class LanguageModelTask(Task):
                 params, new_adapters(Decoder(self.model).init, mesh, seed=config.train.seed)
             )
         return params
+
+    def _adds_parameters(self) -> bool:
+        """Returns whether a pattern has parameters that the checkpoint lacks."""
+        kinds = {type(pattern) for pattern in self.model.patterns if pattern.parameters}
+        if self.config.model.path is None or not kinds:
+            return bool(kinds)
+        return not kinds <= set(map(type, load_config(self.config.model.path).patterns))
+
+    def _check_new_pattern(self, frozen: dict) -> None:
+        if paths := [path for path in flatten(frozen) if is_of_pattern(path)]:
+            raise InputError(
+                f"train.trainable={list(self.config.train.rules())} leaves new parameters of the"
+                f" pattern untrained ({paths[0]}); add the rule pattern, or train them first"
+            )
 
     def _check_new_tokens(self, frozen: dict) -> None:
         paths = [path for path in flatten(frozen) if path.startswith(("embed/", "head/"))]
@@ -179,8 +197,8 @@ class LanguageModelTask(Task):
         """
         train, section = self.config.train, self.config.model
         options = {"overwrite": True, "checksums": train.checksums}
-        # A model with a new memory, or made into an encoder, is more than base and adapters.
-        is_base = section.memory is None and section.encoder_layers is None
+        # A model with a new memory or pattern, or made into an encoder, is more than its base.
+        is_base = section.memory is section.encoder_layers is None and not self._has_new_pattern
         model = trained_for(self.model, self.config.data.length)
         is_adapted = is_base and all(map(lora_lib.is_adapter, flatten(trained)))
         if is_adapted and not fuses_adapters(self.model):

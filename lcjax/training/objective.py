@@ -148,10 +148,10 @@ def _divergence(
     if isinstance(layers, jax.Array):
         mean = layers.mean()
         return mean, patterns[0].divergence_factor * mean
-    found = [(i, one) for i, one in enumerate(layers) if one is not None]
-    mean = sum(one for _, one in found) / len(found)
-    factors = (config.layer(i).pattern.divergence_factor * one for i, one in found)
-    return mean, sum(factors) / len(found)
+    terms = [(i, one) for i, one in enumerate(layers) if one is not None]
+    mean = sum(one for _, one in terms) / len(terms)
+    factors = (config.layer(i).pattern.divergence_factor * one for i, one in terms)
+    return mean, sum(factors) / len(terms)
 
 
 def gate_distillation(

@@ -50,8 +50,8 @@ NAMED_RULES = {
     # which PEFT does not train as embed_tokens either.
     "embeddings": r"^((query|passage)/)?embed/",
     "head": r"^head/",
-    # Also numbers of layers and experts
-    "norms": r"norm[/_](scale|bias)$|(^|/)(output|expert)_scale$",
+    # Also numbers of layers, experts and branches of attention
+    "norms": r"norm[/_](scale|bias)$|(^|/)(output|expert|branch)_scale$",
     "rope": r"^rope/",
     "encoder": r"^encoder/",
     "cross_attention": r"(^|/)memory/",

@@ -162,6 +162,9 @@ def test_wrong_input_names_the_way_out():
     lm = sharp_lm()
     with pytest.raises(InputError, match=r"parameters of its own.*train.trainable=\[pattern\]"):
         lm.with_method(pattern=SPARSE)
+    trained = sharp_lm(pattern=SPARSE)
+    with pytest.raises(InputError, match=r"index_key of shape \(64, 16\), and these fields need"):
+        trained.with_method(pattern=DSA(heads=3, head_dim=12, top_k=20))
     kinds = LayerKind(), LayerKind(keys_of=0)
     with pytest.raises(InputError, match=r"type=dsa has parameters .* beside layers with keys_of"):
         CONFIG.replace(pattern=SPARSE, layers=kinds)

@@ -28,10 +28,10 @@ def test_choices_are_those_of_transformers(no_ties):
     params, x = golden.params("msa.indexer"), golden.arrays("msa.indexer")
     heads, size, block, rotary = (params[n] for n in ("heads", "index_dim", "block", "rope_dim"))
     parameters = {
-        "index_query": x["wq"].reshape(-1, heads, size),
-        "index_key": x["wk"],
-        "index_query_norm_scale": x["norm_q"],
-        "index_key_norm_scale": x["norm_k"],
+        "block_query": x["wq"].reshape(-1, heads, size),
+        "block_key": x["wk"],
+        "block_query_norm_scale": x["norm_q"],
+        "block_key_norm_scale": x["norm_k"],
     }
     pattern = MSA(block=block, top_k=params["topk"], head_dim=size)
     frequencies = params["rope_base"] ** -(np.arange(0, rotary, 2) / rotary)
@@ -90,3 +90,9 @@ def test_generation_equals_reading_the_text_again():
     longer = [prompt + new[:6] for prompt, new in zip(prompts, written, strict=True)]
     again = generated(lm, longer, Sampling(max_new_tokens=6, min_new_tokens=6))
     assert again == [new[6:] for new in written]
+
+
+def test_the_first_stage_generates_as_full_attention():
+    prompts, options = [ids(1, 45), ids(2, 30)], Sampling(max_new_tokens=8, min_new_tokens=8)
+    dense = sharp_lm(pattern=MSA(block=4, top_k=2, head_dim=16, dense=True))
+    assert generated(dense, prompts, options) == generated(sharp_lm(), prompts, options)

@@ -11,8 +11,10 @@ from training_support import losses, tiny
 
 from lcjax.attention import DSA, MSA, NSA, Causal, SeerAttention
 from lcjax.checkpoints.build import ModelSection
+from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import Decoder, preset
+from lcjax.models.lora import LoRA
 from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
 from lcjax.rope.positions import PlainPositions
 from lcjax.training import run
@@ -190,3 +192,12 @@ def test_a_run_trains_gates_of_blocks_that_prompts_are_read_by(tmp_path, corpus)
     want, have = flatten(LanguageModel.load(ModelSection(preset="tiny")).params), flatten(lm.params)
     for path, x in want.items():
         np.testing.assert_array_equal(x, have[path])
+
+
+@pytest.mark.usefixtures("compiled_once")
+def test_new_indexers_are_not_left_untrained(tmp_path, corpus):
+    model = {"preset": "tiny", "pattern": PATTERNS["dsa"]}
+    with pytest.raises(
+        InputError, match=r"trainable=\['lora'\] leaves new .* add the rule pattern"
+    ):
+        run(tiny(tmp_path / "run", corpus, model=model, lora=LoRA(rank=2)))
