@@ -221,7 +221,9 @@ def decoder_params():
 
 
 # The keys that are chosen are fewer than those in the cache, or more; a text is dense at first.
-@pytest.mark.parametrize(("top_k", "dense_len"), [(4, 0), (8, 0), (4, 45)])
+@pytest.mark.parametrize(
+    ("top_k", "dense_len"), [(4, 45), *(pytest.param(x, 0, marks=pytest.mark.slow) for x in (4, 8))]
+)
 def test_tokens_read_one_by_one_equal_a_text_read_at_once(top_k, dense_len):
     """From a cache, over borders of windows and blocks, in rows that begin after padding."""
     pattern = InfLLMV2(block=8, top_k=top_k, kernel=4, stride=2, local=1, dense_len=dense_len)

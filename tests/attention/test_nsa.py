@@ -195,7 +195,10 @@ def test_the_loss_of_the_model_trains_gates_from_the_start():
 
 
 # The keys that are chosen are fewer than those in the cache, or more; the window is longer, too.
-@pytest.mark.parametrize(("top_k", "window"), [(4, 12), (8, 12), (3, 100), (3, 1)])
+@pytest.mark.parametrize(
+    ("top_k", "window"),
+    [(4, 12), (3, 100), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((8, 12), (3, 1)))],
+)
 def test_tokens_read_one_by_one_equal_a_text_read_at_once(top_k, window):
     """From a cache, over borders of blocks, in rows that begin after padding."""
     config = CONFIG.replace(pattern=NSA(block=8, top_k=top_k, window=window))
