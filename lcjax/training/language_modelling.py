@@ -58,6 +58,7 @@ class LanguageModelTask(Task):
     model: ModelConfig  # with adapters; param_dtype is the dtype of exported weights
     tokenizer: Tokenizer
     _memory: list[str] | None = None  # lines of the summary; None: its model is not known yet
+    _has_new_pattern: bool = False  # whether a pattern has parameters that the checkpoint lacks
 
     def check(self) -> None:
         self.check_inputs()
