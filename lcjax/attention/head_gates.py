@@ -28,7 +28,7 @@ class HeadGates:
     """
 
     sinks: NonNegativeInt = 64
-    recent: PositiveInt = 256  # tokens before a token
+    recent: PositiveInt = 256  # last tokens that a token sees, itself included
     penalty: NonNegativeFloat = 0.05
 
     def __post_init__(self):
@@ -54,7 +54,7 @@ class GatedHeads(Pattern):
     recent: int
 
     def passes(self, metadata):
-        near = causal() & (window(self.recent + 1) | prefix(self.sinks))
+        near = causal() & (window(self.recent) | prefix(self.sinks))
         return [Pass(metadata.q_positions, metadata.k_positions, near)]
 
     @property

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sparse_golden
 from kv_cache_golden import golden
 from tiny_lm import ids, sharp_lm, text
 
@@ -215,3 +216,20 @@ def test_all_layers_have_the_slots_of_those_that_devices_share():
     cache = cache_lib.abstract_cache(config, 1, 5120, mesh=mesh)
     assert [kind.parts for kind in cache.kinds] == [4, 1]
     assert [layer["keys"].shape[2] for layer in cache.layers] == [8192] * 2
+
+
+@pytest.mark.parametrize("keep_last", [False, True])
+def test_bounds_and_pages_of_a_step_are_those_of_the_authors(keep_last):
+    params, x = sparse_golden.params("quest.step"), sparse_golden.arrays("quest.step")
+    size, length = params["page"], x["k"].shape[1]
+    quest = Quest(page=size, tokens=params["budget"], share="none", keep_last=keep_last)
+    keys = np.pad(x["k"].swapaxes(1, 2), [(0, 0), (0, 0), (0, -length % size), (0, 0)])
+    keys = keys.reshape(*keys.shape[:2], -1, size, keys.shape[-1])
+    is_token = (np.arange(keys.shape[2] * size) < length).reshape(1, 1, -1, size, 1)
+    pages = quest.summarise(jnp.asarray(keys), jnp.asarray(is_token))
+    bounds = quest.bounds(jnp.asarray(x["q"][:, 0]), pages["low"], pages["high"])
+    np.testing.assert_allclose(bounds, x["bounds"], rtol=1e-5, atol=1e-5)
+    ids, is_page = quest.choose(bounds, jnp.asarray([length - 1]))
+    chosen = np.zeros(bounds.shape, bool)
+    np.put_along_axis(chosen, np.asarray(ids), np.asarray(is_page), -1)
+    np.testing.assert_array_equal(chosen, x["chosen_last" if keep_last else "chosen"])

@@ -27,7 +27,7 @@ def test_gates_mix_full_attention_and_that_to_the_first_and_last_tokens():
     out = GatedHeads(sinks=2, recent=3).attend(q, k, v, metadata)
     full = Causal().attend(q, k, v, metadata)
     i, j = np.arange(20)[:, None], np.arange(20)
-    visible = (j <= i) & ((j < 2) | (i - j <= 3))
+    visible = (j <= i) & ((j < 2) | (i - j < 3))
     logits = jnp.einsum("TH,SH->TS", q[0, :, 2], k[0, :, 1]) / np.sqrt(8)
     streamed = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf)) @ v[0, :, 1]
     np.testing.assert_allclose(out[:, :, :2], full[:, :, :2], atol=1e-6)
