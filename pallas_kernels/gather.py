@@ -153,18 +153,23 @@ def best(x, count: int, exists=None, margin=0.0):
         later blocks are chosen.
     """
     blocks = x.shape[-1]
-    if exists is not None:
-        x = jnp.where(exists, x, -jnp.inf)
-    count = min(count, blocks)
-    least = lax.top_k(x, count)[0][..., -1:]
-    above = x > least + margin
-    equal = (x >= least - margin) & ~above & (x > -jnp.inf)
-    behind = jnp.cumsum(equal[..., ::-1], -1)[..., ::-1]  # equal blocks from each on
-    is_chosen = above | (equal & (behind <= count - above.sum(-1, keepdims=True)))
+    count, is_chosen = min(count, blocks), is_best(x, count, exists, margin)
     numbers = jnp.where(is_chosen, jnp.arange(blocks, dtype=jnp.int32), blocks)
     ids = -lax.top_k(-numbers, count)[0]
     is_valid = ids < blocks
     return jnp.where(is_valid, ids, 0), is_valid
+
+
+def is_best(x, count: int, exists=None, margin=0.0):
+    """Returns whether each block is one that `best` chooses, bool [..., C]."""
+    if exists is not None:
+        x = jnp.where(exists, x, -jnp.inf)
+    count = min(count, x.shape[-1])
+    least = lax.top_k(x, count)[0][..., -1:]
+    above = x > least + margin
+    equal = (x >= least - margin) & ~above & (x > -jnp.inf)
+    behind = jnp.cumsum(equal[..., ::-1], -1)[..., ::-1]  # equal blocks from each on
+    return above | (equal & (behind <= count - above.sum(-1, keepdims=True)))
 
 
 def tokens(x, slots):

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from lcjax.attention.base import (
     AttentionMetadata,
@@ -154,11 +154,12 @@ class DSA(Pattern):
         @jax.checkpoint
         def of_query(arrays):
             q, features, query = arrays
-            ids, is_key = self._choose(features, index, keys.visible_to(query))
+            choice = self._candidates(features, index, keys.visible_to(query))
             if copies:
+                ids, is_key = gather.best(*choice)
                 pair = (jnp.take_along_axis(x, ids[..., None, None], axis=1) for x in (k, v))
                 return _attention(q, *pair, is_key, metadata.soft_cap)
-            return _attention(q, k, v, gather.is_listed(ids, is_key, k.shape[1]), metadata.soft_cap)
+            return _attention(q, k, v, gather.is_best(*choice), metadata.soft_cap)
 
         size = k.shape[1]
         elements = self.heads * size + q.shape[2] * (self.top_k if copies else size)
@@ -176,7 +177,7 @@ class DSA(Pattern):
             q, features, query = arrays
             visible = keys.visible_to(query)
             if not self.reads_all(k.shape[1]):
-                visible = gather.is_listed(*self._choose(features, index, visible), k.shape[1])
+                visible = gather.is_best(*self._candidates(features, index, visible))
             x = logits(q, k, metadata.soft_cap)
             teacher = jnp.exp(log_softmax(x, visible[:, None, None])).sum((1, 2))
             teacher = teacher if axis is None else jax.lax.psum(teacher, axis)
@@ -188,18 +189,18 @@ class DSA(Pattern):
         with jax.named_scope("divergence"):
             return gather.by_query(of_query, arrays, elements)
 
-    def _choose(
+    def _candidates(
         self,
         features: dict[str, Float[Array, "B ..."]],
         index: Float[Array, "B S J"],
         visible: Bool[Array, "B S"],
-    ) -> tuple[Int[Array, "B M"], Bool[Array, "B M"]]:
-        """Returns the keys that a query of each row reads, and whether each is one."""
+    ) -> tuple[Float[Array, "B S"], int, Bool[Array, "B S"], Float[Array, "B 1"]]:
+        """Returns the arguments of `gather.best` for the keys that a query of each row reads."""
         features, index = jax.lax.stop_gradient((features, index))
         bound = (jnp.abs(features["weight"]) * gather.lengths(features["index"])).sum(-1)
         bound *= jnp.where(visible, gather.lengths(index), 0).max(-1)
         margin = gather.tie(index.dtype) * bound[:, None]
-        return gather.best(_scores(features, index), self.top_k, visible, margin)
+        return _scores(features, index), self.top_k, visible, margin
 
 
 def _scores(
