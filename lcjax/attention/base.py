@@ -295,8 +295,6 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
     allows_eviction: ClassVar[bool] = False
     # Copies of the queries and outputs that a layer holds at a time, beside one
     query_copies: ClassVar[int] = 0
-    # Whether its parameters learn from `divergence` alone, which changes nothing else.
-    learns_by_divergence: ClassVar[bool] = False
     # Whether the model reads texts with inserted tokens (`inserted_tokens`).
     inserts_tokens: ClassVar[bool] = False
     # Whether layers have patterns of their own (`for_layer`); it may be a property.
@@ -368,34 +366,6 @@ class Pattern(draccus.ChoiceRegistry, abc.ABC):
         """
         del parameters, x, q, k, metadata
         return Features({}, {}, {})
-
-    def divergence(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        metadata: AttentionMetadata,
-    ) -> Float[Array, "B T"]:
-        """Returns a term of the loss for each query, which teaches `parameters` in training.
-
-        It is added to the loss as the mean over tokens and layers times `divergence_factor`. Only
-        patterns with `has_divergence` have one.
-
-        Args:
-          q, k: unrotated queries and keys, through which no gradient flows.
-          metadata: as in `attend`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no divergence")
-
-    @property
-    def has_divergence(self) -> bool:
-        """Whether a training adds `divergence` to the loss."""
-        is_defined = type(self).divergence is not Pattern.divergence
-        return is_defined and self.divergence_factor > 0
-
-    @property
-    def divergence_factor(self) -> float:
-        """The factor of `divergence` in the loss."""
-        return 1.0
 
     def choice_flops(self, layer: LayerShape, length: int, keys: float) -> float:
         """Returns the FLOPs with which a query chooses among the keys before it; 0: it does not.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +22,14 @@ from lcjax.attention.base import (
 )
 from lcjax.attention.cache import FullCache, LayerCache
 from lcjax.attention.indexer import (
+    DistilledPattern,
     index_rotation,
     kl_divergence,
     log_softmax,
     logits,
 )
 from lcjax.attention.on_devices import on_devices
-from lcjax.errors import Interval, PositiveInt
+from lcjax.errors import PositiveInt
 from pallas_kernels import causal, gather, window
 
 _EPSILON = 1e-6  # of the norm of index keys
@@ -37,7 +37,7 @@ _EPSILON = 1e-6  # of the norm of index keys
 
 @Pattern.register_subclass("dsa")
 @dataclass(frozen=True)
-class DSA(Pattern):
+class DSA(DistilledPattern):
     """A token sees the `top_k` earlier tokens that an indexer scores highest, itself included.
 
     The indexer has `heads` small query heads and one key head, whose keys a cache keeps. The score
@@ -69,13 +69,10 @@ class DSA(Pattern):
         {"heads": 2, "head_dim": 16, "top_k": 24},
         {"heads": 3, "head_dim": 16, "top_k": 2},
     )
-    learns_by_divergence: ClassVar[bool] = True
 
     heads: PositiveInt = 16  # I, index heads
     head_dim: PositiveInt = 64  # J, channels of an index head
     top_k: PositiveInt = 2048  # keys that a query reads
-    dense: bool = False  # first stage of training: attention is full, and the indexer learns it
-    divergence_factor: Annotated[float, Interval(least=0, most=1)] = 1.0  # of the indexer's loss
 
     @property
     def parameters(self):

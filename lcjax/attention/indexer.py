@@ -5,13 +5,54 @@ Letters: I index heads, J channels of an index head.
 
 from __future__ import annotations
 
+import abc
+import dataclasses
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from lcjax.attention.base import AttentionMetadata, Pattern
+from lcjax.errors import Interval
 from lcjax.rope.rotation import Rotation
 from pallas_kernels import gather
+
+
+@dataclasses.dataclass(frozen=True)
+class DistilledPattern(Pattern):
+    """A pattern whose parameters learn the probabilities of attention, and nothing else.
+
+    A training adds the mean of `divergence` over tokens and layers, times `divergence_factor`. In
+    the first stage attention is full (`dense`), and the parameters alone are trained.
+    """
+
+    # First stage of training: attention is full, and the parameters learn it
+    dense: bool = dataclasses.field(default=False, kw_only=True)
+    # Of the divergence in the loss; 0 leaves it out
+    divergence_factor: Annotated[float, Interval(least=0, most=1)] = dataclasses.field(
+        default=1.0, kw_only=True
+    )
+
+    @abc.abstractmethod
+    def divergence(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        metadata: AttentionMetadata,
+    ) -> Float[Array, "B T"]:
+        """Returns how far the choice of each query is from the probabilities of attention.
+
+        Args:
+          q, k: unrotated queries and keys, through which no gradient flows.
+          metadata: as in `attend`.
+        """
+
+
+def adds_divergence(pattern: Pattern) -> bool:
+    """Returns whether a training under `pattern` adds its divergence to the loss."""
+    return isinstance(pattern, DistilledPattern) and pattern.divergence_factor > 0
 
 
 def index_rotation(rotation: Rotation, size: int) -> Rotation:

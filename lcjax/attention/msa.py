@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from lcjax.attention.base import Features, Parameter, Pattern, rotate_qk
 from lcjax.attention.cache import FullCache, LayerCache
 from lcjax.attention.chosen_blocks import Blocks, ChosenBlocks, complete_blocks
 from lcjax.attention.indexer import (
+    DistilledPattern,
     index_rotation,
     kl_divergence,
     log_softmax,
@@ -24,7 +25,7 @@ from lcjax.attention.indexer import (
 )
 from lcjax.attention.on_devices import DocumentTokens, on_devices
 from lcjax.attention.pages import PagedCache
-from lcjax.errors import Interval, PositiveInt
+from lcjax.errors import PositiveInt
 from pallas_kernels import gather
 
 _EPSILON = 1e-6  # of the norms of index queries and keys
@@ -32,7 +33,7 @@ _EPSILON = 1e-6  # of the norms of index queries and keys
 
 @Pattern.register_subclass("msa")
 @dataclass(frozen=True)
-class MSA(ChosenBlocks):
+class MSA(DistilledPattern, ChosenBlocks):
     """A token sees its own block up to itself, and the past blocks that an indexer scores highest.
 
     Blocks of `block` tokens count from the first token of a document. The indexer has a query head
@@ -56,13 +57,10 @@ class MSA(ChosenBlocks):
     )
     setting: ClassVar[str] = "model.pattern.type=msa"
     chooses_by_query_head: ClassVar[bool] = False
-    learns_by_divergence: ClassVar[bool] = True
 
     block: PositiveInt = 128  # tokens
     top_k: PositiveInt = 16  # blocks that a token reads, its own included
     head_dim: PositiveInt = 128  # J, channels of an index head
-    dense: bool = False  # first stage of training: attention is full, and the indexer learns it
-    divergence_factor: Annotated[float, Interval(least=0, most=1)] = 1.0  # of the indexer's loss
 
     @property
     def parameters(self):

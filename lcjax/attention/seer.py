@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from lcjax.attention.base import (
     rotate_qk,
 )
 from lcjax.attention.chosen_blocks import complete_blocks
-from lcjax.attention.indexer import index_rotation, kl_divergence, log_softmax
+from lcjax.attention.indexer import DistilledPattern, index_rotation, kl_divergence, log_softmax
 from lcjax.attention.on_devices import DocumentTokens, on_devices
 from lcjax.attention.prompt_blocks import BlockedPrompt, attend_chosen, ranks
 from lcjax.errors import Fraction, Interval, NonNegativeInt, PositiveInt
@@ -35,7 +35,7 @@ _POOLINGS = ("max", "min", "mean")  # the order of the rows of the keys' matrix
 
 @Pattern.register_subclass("seer")
 @dataclass(frozen=True)
-class SeerAttention(Pattern):
+class SeerAttention(DistilledPattern):
     """A block of a prompt's queries sees the key blocks whose learned gate is above a threshold.
 
     Blocks of `block` tokens count from the first token of a document. The gate of a query head
@@ -67,7 +67,6 @@ class SeerAttention(Pattern):
         {"block": 8, "gate_dim": 8, "share": 0.5, "last": 0},
         {"block": 8, "gate_dim": 16, "threshold": 0.2},
     )
-    learns_by_divergence: ClassVar[bool] = True
 
     block: PositiveInt = 64  # tokens
     gate_dim: PositiveInt = 128  # J, channels of a gate
@@ -75,8 +74,6 @@ class SeerAttention(Pattern):
     # Share of the pairs of queries and keys that are read, in place of the threshold
     share: Annotated[float, Interval(above=0, most=1)] | None = None
     last: NonNegativeInt = 2  # last blocks of queries that see all
-    dense: bool = False  # training: attention is full, and the gates learn it
-    divergence_factor: Annotated[float, Interval(least=0, most=1)] = 1.0  # of the gates' loss
 
     @property
     def is_causal(self) -> bool:

@@ -1,13 +1,11 @@
 """Converts between Hugging Face `config.json` and `ModelConfig`, for the supported families."""
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import draccus
-
-from lcjax.attention import Causal, DualChunk, Landmark, Pattern
+from lcjax.attention import Causal
+from lcjax.checkpoints import hf_patterns
 from lcjax.checkpoints.families import (
     FAMILIES,
     FULL,
@@ -21,7 +19,6 @@ from lcjax.checkpoints.families import (
 from lcjax.checkpoints.hf_files import FAMILY_TYPES, check_types, stated
 from lcjax.checkpoints.nearest_family import family_of
 from lcjax.checkpoints.quantised_weights import METHODS, method_of
-from lcjax.config.decode import section as decode_section
 from lcjax.errors import InputError, is_finite_number
 from lcjax.models.experts import Experts
 from lcjax.models.mixer import GatedDeltaNet
@@ -29,13 +26,9 @@ from lcjax.models.model_config import LayerKind, ModelConfig, shortest_period
 from lcjax.rope import NoRotation, Rope, from_hf
 from lcjax.rope.base import hf_number, ntk_theta
 
-_LANDMARK = "llama_with_landmark"  # the model type of Mohtashami & Jaggi 2023 and LCEG
 # The model type of Focused Transformer (arXiv 2307.03170): CStanKonrad/long_llama at bfcb8d1,
 # src/configuration_longllama.py.
 _LONG_LLAMA = "longllama"
-_TOP_K = 5  # blocks that both codes retrieve in evaluation; no config states it
-_PATTERN = "lcjax_pattern"  # a pattern with parameters of its own
-_LANDMARK_FIELDS = "lcjax_landmark"  # fields that the keys of the released code do not describe
 # The trained length, if the RoPE method extends it, or stores its own `max_position_embeddings`.
 _MAX_LENGTH = "lcjax_max_length"
 _ACTIVATIONS = {  # transformers' names of each activation; the first one is written
@@ -47,8 +40,6 @@ _WRITTEN = {("hidden_activation", "gelu_tanh"): "gelu_pytorch_tanh"}  # Gemma, a
 _LAYER_VOCAB = "vocab_size_per_layer_input"
 _SHARE = "proportional"  # the type of ropes of which a share of frequencies rotates
 _FLOOR_SCALE = 8_192  # if `floor_scale` is absent
-_DUAL_CHUNK = "dual_chunk_attention_config"  # of Qwen2.5-1M; transformers ignores it, vLLM reads it
-_DUAL_CHUNK_TYPES = ("qwen2", "qwen3")  # model types whose vLLM classes read it
 # Multimodal models whose text part belongs to a family: its possible model types, each with
 # transformers' defaults for keys that `text_config` omits (the published Gemma 3 4B omits most).
 # With several types, `text_config` must state its own. Embeddings are tied if the whole model says
@@ -141,16 +132,10 @@ def decoder_from_hf(hf: dict[str, Any], where: str = "config.json") -> ModelConf
     hf = stated(hf)
     if hf.get("model_type") in WRAPPERS:
         return decoder_from_hf(text_model(hf, where), f"{where}: text_config")
-    if hf.get("model_type") == _LANDMARK:
-        config = decoder_from_hf(hf | {"model_type": "llama"}, where)
-        return config.replace(pattern=_landmark_from_hf(hf, config.vocab_size, where))
-    if (section := hf.get(_PATTERN)) is not None:
-        config = decoder_from_hf(hf | {_PATTERN: None}, where)
-        return config.replace(pattern=_pattern_from_hf(section, where))
+    if (plain := hf_patterns.plain_model(hf)) is not None:
+        config = decoder_from_hf(plain, where)
+        return config.replace(pattern=hf_patterns.read(hf, config, where))
     kind = hf.get("model_type")
-    if kind in _DUAL_CHUNK_TYPES and hf.get(_DUAL_CHUNK):
-        config = decoder_from_hf(hf | {_DUAL_CHUNK: None}, where)
-        return config.replace(pattern=_dual_chunk_from_hf(hf[_DUAL_CHUNK], config, where))
     if kind == _LONG_LLAMA:
         raise InputError(
             f"{where}: model_type={kind!r} is not supported: beyond last_context_length="
@@ -635,111 +620,6 @@ def _with_static_alpha(hf: dict[str, Any], theta: float) -> dict[str, Any]:
     return hf | {"rope_scaling": None, "rope_parameters": plain, "rope_theta": theta}
 
 
-def _landmark_from_hf(hf: dict[str, Any], vocab_size: int, where: str) -> Landmark:
-    """Returns the pattern of a `config.json`; absent keys default as in the released config class.
-
-    Raises:
-      InputError: `mem_id` is absent (no token is the landmark by default), or a key is invalid.
-    """
-    token = hf.get("mem_id")
-    if type(token) is not int or not 0 <= token < vocab_size:
-        raise InputError(
-            f"{where}: mem_id={token!r} must be the id of the landmark token, below "
-            f"vocab_size={vocab_size}; the released models have 32001"
-        )
-    fields, extra = _released_landmark(hf), hf.get(_LANDMARK_FIELDS) or {}
-    if "top_k" not in extra and fields["top_k"] < 1:
-        raise InputError(
-            f"{where}: train_context_length={fields['train_length']} must hold 3 blocks of "
-            f"mem_freq + 1 = {fields['block']} tokens, one of them retrieved"
-        )
-    try:
-        return Landmark(**fields | extra)
-    except TypeError:
-        raise InputError(
-            f"{where}: {_LANDMARK_FIELDS}={extra!r:.200} is not as this version writes it; copy"
-            " config.json again from where the model was saved"
-        ) from None
-
-
-def _released_landmark(hf: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of the pattern that the released code computes from these keys."""
-    block, length = hf.get("mem_freq", 50) + 1, hf.get("train_context_length", 512)
-    return {
-        "block": block,
-        "top_k": min(_TOP_K, length // block - 2),
-        "train_length": length,
-        "token": hf["mem_id"],
-        "loss": "predict" if hf.get("include_landmark_in_loss", True) else "skip",
-    }
-
-
-def _pattern_from_hf(section: Any, where: str) -> Pattern:
-    """Returns a pattern with parameters of its own, as `decoder_to_hf` writes it."""
-    try:
-        return decode_section(Pattern, section, _PATTERN)
-    except InputError as error:
-        raise InputError(f"{where}: {error}; restore the file, or remove the key") from None
-
-
-def _dual_chunk_from_hf(section: Any, config: ModelConfig, where: str) -> DualChunk:
-    """Returns the pattern of `dual_chunk_attention_config`; absent keys default as in vLLM."""
-    if not isinstance(section, dict) or config.patterns != (Causal(),):
-        raise InputError(
-            f"{where}: {_DUAL_CHUNK}={section!r:.60} must be an object, in a model whose layers all"
-            " see the whole text; remove it for full attention"
-        )
-    if section.get("sparse_attention_config") and section.get("sparse_attention_enabled", True):
-        warnings.warn(
-            f"{where}: {_DUAL_CHUNK}.sparse_attention_config is left out: lcjax computes all of the"
-            " attention that vLLM approximates with it",
-            stacklevel=3,
-        )
-    return DualChunk(
-        chunk=section.get("chunk_size", 8192),
-        local=section.get("local_size", 1024),
-        train_length=section.get("original_max_position_embeddings") or None,
-        growth="linear",
-    )
-
-
-def _dual_chunk_to_hf(config: ModelConfig, dtype: str | None) -> dict[str, Any]:
-    pattern, plain = config.pattern, decoder_to_hf(config.replace(pattern=Causal()), dtype=dtype)
-    is_everywhere = config.patterns == (pattern,)
-    known = plain["model_type"] in _DUAL_CHUNK_TYPES and pattern.growth == "linear"
-    if not (known and is_everywhere):
-        raise InputError(
-            f"transformers has no {plain['model_type']} model with model.pattern={pattern}; vLLM"
-            f" has it for all layers, with growth=linear, in {' and '.join(_DUAL_CHUNK_TYPES)};"
-            " keep the run folder instead"
-        )
-    sizes = {"chunk_size": pattern.chunk, "local_size": pattern.local}
-    sizes["original_max_position_embeddings"] = pattern.train_length or 0
-    return plain | {_DUAL_CHUNK: sizes}
-
-
-def _landmark_to_hf(pattern: Landmark) -> dict[str, Any]:
-    """Returns the keys of `config.json` that are not Llama's.
-
-    They are the keys of the released code, and one of lcjax if that code would compute another
-    pattern from them.
-    """
-    if pattern.token is None:
-        raise InputError("model.pattern.token is not set: a checkpoint names its landmark token")
-    hf = {
-        "model_type": _LANDMARK,
-        "mem_id": pattern.token,
-        "mem_freq": pattern.block - 1,
-        "train_context_length": pattern.train_length,
-        "include_landmark_in_loss": pattern.loss == "predict",
-    }
-    fields = {field.name: field.default for field in dataclasses.fields(Landmark)}
-    read = fields | _released_landmark(hf)
-    written = {name: getattr(pattern, name) for name in fields}
-    extra = {name: value for name, value in written.items() if value != read[name]}
-    return hf | ({_LANDMARK_FIELDS: extra} if extra else {})
-
-
 def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str, Any]:
     """Returns the `config.json` with which transformers computes the same logits.
 
@@ -751,23 +631,13 @@ def decoder_to_hf(config: ModelConfig, *, dtype: str | None = None) -> dict[str,
     Raises:
       InputError: no `config.json` describes this model.
     """
-    if isinstance(config.pattern, DualChunk):
-        return _dual_chunk_to_hf(config, dtype)
-    if isinstance(config.pattern, Landmark):
-        added = _landmark_to_hf(config.pattern)
+    if not isinstance(config.pattern, hf_patterns.RELEASED):
+        config = config.for_inference()
+        if len(config.kinds) == 1:
+            config = config.layer(0)
+    if hf_patterns.is_beside_model(config):
         plain = decoder_to_hf(config.replace(pattern=Causal()), dtype=dtype)
-        if plain["model_type"] != "llama":
-            raise InputError(
-                f"there is no Landmark checkpoint of model_type={plain['model_type']!r}, only of "
-                "llama; keep the run folder instead"
-            )
-        return plain | added
-    config = config.for_inference()
-    if len(config.kinds) == 1:
-        config = config.layer(0)
-    if (pattern := config.pattern).parameters and config.patterns == (pattern,):
-        plain = decoder_to_hf(config.replace(pattern=Causal()), dtype=dtype)
-        return plain | {_PATTERN: draccus.encode(pattern, Pattern)}
+        return plain | hf_patterns.write(config, plain["model_type"])
     kind, wrong = family_of(config)
     if wrong:
         raise InputError(

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from lcjax.attention import AttentionMetadata, Disentangled, Pattern, TransformerXL
 from lcjax.attention.cache import Arrays
+from lcjax.attention.indexer import adds_divergence
 from lcjax.attention.relative import RelativeTerms
 from lcjax.models import cache as cache_lib
 from lcjax.models.experts import Load
@@ -43,7 +44,7 @@ DEBERTA_DISTANCE = 512  # from this distance on, all distances share the last bu
 class CollectTerms(NamedTuple):
     """Makes each layer without a cache return terms of the loss over some tokens.
 
-    These are the `Load` of its experts, and the `Pattern.divergence` of its pattern.
+    These are the `Load` of its experts, and the `DistilledPattern.divergence` of its pattern.
     """
 
     counted: jax.Array  # float32 [B, T], 1 for tokens that count; in the order of hidden states
@@ -465,7 +466,7 @@ class Attention(Projections):
                         features = pattern.features(parameters, x, q, k, metadata)
                         metadata = metadata.replace(features=features)
                     y = pattern.attend(q, k, v, metadata)
-                    if isinstance(inputs.collect, CollectTerms) and pattern.has_divergence:
+                    if isinstance(inputs.collect, CollectTerms) and adds_divergence(pattern):
                         pair = map(lax.stop_gradient, (q, k))
                         terms = pattern.divergence(*pair, metadata) * inputs.collect.counted
                         output = LayerOutput(divergence=terms.sum())

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.attention import Pattern
+from lcjax.attention.indexer import DistilledPattern, adds_divergence
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models.decoder import DecoderOutput
@@ -42,8 +43,8 @@ def language_model(
 
     For mixtures of experts, `model.experts.balance` times the load-balancing loss of the batch
     (`lcjax.models.experts.balance_loss`) is added per unit of weight, so the mean loss equals that
-    of transformers. For patterns with a `Pattern.divergence`, its mean over tokens and layers times
-    its factor is added per unit of weight. Padding counts in neither.
+    of transformers. For a `DistilledPattern`, the mean of its divergence over tokens and layers
+    times its factor is added per unit of weight. Padding counts in neither.
 
     If only parameters are trained that learn by divergence, such as the indexers of DSA, it is the
     whole loss, and no logits are computed: the rest has no gradient for them.
@@ -66,7 +67,7 @@ def language_model(
     model = Decoder(config, mesh)
     balance = config.experts.balance if terms and config.experts is not None else 0.0
     patterns = [layer.pattern for layer, _ in config.layer_counts if layer.mixer is None]
-    diverges = any(pattern.has_divergence for pattern in patterns)
+    diverges = any(map(adds_divergence, patterns))
 
     def objective(trained, frozen, batch, key):
         by_divergence = diverges and _learns_by_divergence(trained, patterns)
@@ -129,7 +130,7 @@ def _balance(layers: Load | tuple[Load | None, ...]) -> jax.Array:
 
 def _learns_by_divergence(trained: dict, patterns: Sequence[Pattern]) -> bool:
     """Returns whether all trained parameters are those of patterns that learn by divergence."""
-    teaches_all = all(x.learns_by_divergence for x in patterns if x.parameters)
+    teaches_all = all(isinstance(x, DistilledPattern) for x in patterns if x.parameters)
     return teaches_all and all(map(is_of_pattern, flatten(trained)))
 
 
