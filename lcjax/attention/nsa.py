@@ -266,8 +266,8 @@ def gated_sum(
 
 def _means(blocks: Blocks, x: Float[Array, "B S K H"]) -> Float[Array, "B C K H"]:
     """Returns the means over the tokens of each block, in the dtype of x."""
-    taken = blocks.take(x).astype(jnp.float32)
-    return taken.reshape(*blocks.slots.shape, *x.shape[2:]).mean(2).astype(x.dtype)
+    entries = blocks.take(x).astype(jnp.float32)
+    return entries.reshape(*blocks.slots.shape, *x.shape[2:]).mean(2).astype(x.dtype)
 
 
 def _mean_of_pages(

@@ -729,9 +729,8 @@ def with_pattern_parameters(
       seed: of the initial values.
       mesh: the devices; None: the default device.
     """
-    present = flatten(params)
-    missing = missing_of_patterns(params, config)
-    shapes = flatten(jax.eval_shape(functools.partial(_init, config), jax.random.key(0)))
+    present, shapes = flatten(params), _shapes_of_patterns(config)
+    missing = _missing(present, shapes)
     used = {p: x for p, x in present.items() if not is_of_pattern(p) or p in shapes}
     if not missing and len(used) == len(present):
         return params
@@ -752,21 +751,26 @@ def missing_of_patterns(params: dict, config: ModelConfig) -> set[str]:
     Raises:
       InputError: `params` have some of another shape.
     """
+    return _missing(flatten(params), _shapes_of_patterns(config))
+
+
+def _shapes_of_patterns(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of the parameters of patterns, by path."""
     if not any(pattern.parameters for pattern in config.patterns):
-        return set()
+        return {}  # without tracing the model
     shapes = flatten(jax.eval_shape(functools.partial(_init, config), jax.random.key(0)))
-    present, missing = flatten(params), set()
-    for path, leaf in shapes.items():
-        if not is_of_pattern(path):
-            continue
-        if path not in present:
-            missing.add(path)
-        elif present[path].shape != leaf.shape:
+    return {path: leaf for path, leaf in shapes.items() if is_of_pattern(path)}
+
+
+def _missing(present: dict, shapes: dict[str, jax.ShapeDtypeStruct]) -> set[str]:
+    """Returns the paths of `shapes` that are not in `present`; see `missing_of_patterns`."""
+    for path in sorted(shapes.keys() & present.keys()):
+        if present[path].shape != shapes[path].shape:
             raise InputError(
                 f"model.pattern: the weights have {path} of shape {present[path].shape}, and these"
-                f" fields need {leaf.shape}; give the sizes with which it was trained"
+                f" fields need {shapes[path].shape}; give the sizes with which it was trained"
             )
-    return missing
+    return set(shapes) - set(present)
 
 
 def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, *, host: bool = False) -> dict:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chosen_support import largest_array
 
 from lcjax.attention import InfLLMV2, MoBA, chosen_blocks
 from lcjax.attention.chosen_blocks import DocumentTokens, attend_to_chosen, complete_blocks
@@ -79,20 +80,7 @@ def test_copies_of_queries_are_made_for_a_tile_of_tokens():
     chosen = jax.ShapeDtypeStruct((1, 1, length, copies), jnp.int32)
     traced = jax.make_jaxpr(jax.grad(run, (0, 1, 2)))(q, k, k, chosen)
     # Rows of 8 copies, with those that fill the blocks of rows
-    assert _largest(traced.jaxpr) <= 10 * length * heads * size
-
-
-def _largest(jaxpr) -> int:
-    """The most numbers of an array in a traced program, also inside of loops and calls."""
-    sizes = [x.aval.size for equation in jaxpr.eqns for x in equation.outvars]
-    for equation in jaxpr.eqns:
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                sizes.append(_largest(inner))
-    return max(sizes, default=0)
+    assert largest_array(traced.jaxpr) <= 10 * length * heads * size
 
 
 def test_blocks_count_from_the_first_token_of_each_document():

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sparse_golden as golden
-from tiny_lm import generated, ids, sharp_lm
+from chosen_support import check_generation
+from tiny_lm import sharp_lm
 
 from lcjax.attention import DSA
 from lcjax.attention.base import Features
 from lcjax.errors import InputError
-from lcjax.generation.sampling import Sampling
 from lcjax.models import LayerKind, preset
 from lcjax.rope import Rotation
 from pallas_kernels import gather
@@ -150,12 +150,7 @@ def test_scores_and_choices_are_those_of_transformers(name, no_ties):
 
 
 def test_generation_equals_reading_the_text_again():
-    lm = sharp_lm(pattern=DSA(heads=2, head_dim=16, top_k=16))
-    prompts = [ids(1, 45), ids(2, 30)]
-    written = generated(lm, prompts, Sampling(max_new_tokens=12, min_new_tokens=12))
-    longer = [prompt + new[:6] for prompt, new in zip(prompts, written, strict=True)]
-    again = generated(lm, longer, Sampling(max_new_tokens=6, min_new_tokens=6))
-    assert again == [new[6:] for new in written]
+    check_generation(sharp_lm(pattern=DSA(heads=2, head_dim=16, top_k=16)))
 
 
 def test_wrong_input_names_the_way_out():

@@ -7,6 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sparse_golden
+from chosen_support import (
+    CONFIG,
+    MESHES,
+    check_devices,
+    check_generation,
+    check_steps,
+    largest_array,
+)
 from tiny_lm import generated, ids, sharp_lm
 
 from lcjax.attention import AttentionMetadata, Causal, InfLLMV2, chosen_blocks
@@ -19,10 +27,9 @@ from lcjax.generation.sampling import Sampling
 from lcjax.generation.session import Session
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
-from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
+from lcjax.parallel.sharding import Mesh, make_mesh
 from pallas_kernels import gather
 
-CONFIG = preset("tiny").replace(num_layers=2, num_heads=4, num_kv_heads=2)
 SMALL = InfLLMV2(block=8, top_k=4, kernel=4, stride=2, local=1, dense_len=0)
 
 
@@ -228,38 +235,11 @@ def test_tokens_read_one_by_one_equal_a_text_read_at_once(top_k, dense_len):
     """From a cache, over borders of windows and blocks, in rows that begin after padding."""
     pattern = InfLLMV2(block=8, top_k=top_k, kernel=4, stride=2, local=1, dense_len=dense_len)
     config = CONFIG.replace(pattern=pattern)
-    length, padding, prompt = 70, 5, 21
-    tokens = np.random.default_rng(3).integers(0, 256, (2, length))
-    segments = np.ones((2, length), np.int32)
-    segments[1, :padding] = 0
-    positions = np.maximum(np.cumsum(segments, 1) - 1, 0)
-    model, params = Decoder(config), decoder_params()
-
-    @jax.jit
-    def read(tokens, segments, positions, cache):
-        options = {"segments": segments, "positions": positions, "cache": cache}
-        output = model.apply({"params": params}, tokens, **options)
-        return output.hidden, output.cache
-
-    want = read(tokens, segments, positions, None)[0]
-    cache = cache_lib.create(config, 2, length, chunk=prompt)
-    assert isinstance(cache.kinds[0], PagedCache)
-    outs, ends = [], [prompt, prompt + 9, *range(prompt + 10, length + 1)]
-    for start, end in zip([0, *ends], ends):
-        part = (x[:, start:end] for x in (tokens, segments, positions))
-        out, cache = read(*part, cache)
-        outs.append(out)
-    real = segments != 0
-    np.testing.assert_allclose(np.concatenate(outs, 1)[real], want[real], rtol=0, atol=5e-5)
+    check_steps(config, decoder_params(), PagedCache, [[21, 30]])
 
 
 def test_generation_equals_reading_the_text_again():
-    lm = sharp_lm(pattern=SMALL)
-    prompts = [ids(1, 45), ids(2, 30)]
-    written = generated(lm, prompts, Sampling(max_new_tokens=12, min_new_tokens=12))
-    longer = [prompt + new[:6] for prompt, new in zip(prompts, written, strict=True)]
-    again = generated(lm, longer, Sampling(max_new_tokens=6, min_new_tokens=6))
-    assert again == [new[6:] for new in written]
+    check_generation(sharp_lm(pattern=SMALL))
 
 
 # Dense for the first 64 tokens, and while any row has fewer
@@ -296,35 +276,9 @@ def test_a_mesh_gives_the_answers_of_one_device():
     assert one == many
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        Mesh(2, 2, 2, 1),
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (Mesh(1, 1, 8, 1), Mesh(1, 4, 2, 1))),
-    ],
-)
+@MESHES
 def test_eight_devices_have_the_values_and_gradients_of_one(mesh):
-    config = CONFIG.replace(pattern=SMALL)
-    devices = make_mesh(mesh)
-    tokens = jnp.asarray(np.random.default_rng(5).integers(0, 256, (2, 64)))
-    segments = jnp.asarray(np.repeat([1, 2], [17, 47])[None].repeat(2, 0), jnp.int32)
-    weights = np.random.default_rng(6).normal(size=(2, 64, CONFIG.width)).astype(np.float32)
-
-    def gradients(model, params):
-        def loss(params):
-            hidden = model.apply({"params": params}, tokens, segments=segments).hidden
-            return (hidden * weights).sum(), hidden
-
-        return jax.jit(jax.grad(loss, has_aux=True))(params)
-
-    want = gradients(Decoder(config), decoder_params())
-    params = jax.device_put(decoder_params(), param_shardings(devices, decoder_params()))
-    got = gradients(Decoder(config, devices), params)
-
-    def compare(x, y):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=5e-6 * np.abs(y).max())
-
-    jax.tree.map(compare, got, want)
+    check_devices(CONFIG.replace(pattern=SMALL), decoder_params(), mesh, first=17)
 
 
 @pytest.mark.parametrize(("kind", "mass", "hit"), [("token", 0.75, 0.76), ("block", 0.96, 1.0)])
@@ -335,15 +289,7 @@ def test_a_needle_is_found_as_often_as_in_the_specification(kind, mass, hit):
         q, k = sparse_golden.needle(seed, kind)
         arrays = (jnp.asarray(x, jnp.float32)[None, :, None] for x in (q, k))
         is_read = np.asarray(chosen(*arrays, pattern))[0]
-        visible = np.repeat(is_read, pattern.block, axis=1)
-        past = np.tri(len(q), dtype=bool)
-        logits = np.where(past, q @ k.T / np.sqrt(q.shape[1]), -np.inf)
-        weights = np.exp(logits - logits.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        visible &= past
-        needle = visible[:, sparse_golden.NEEDLES[kind]].mean(-1)
-        rows = (weights * visible).sum(-1), needle, visible.sum(-1) / past.sum(-1)
-        means.append([x[512:].mean() for x in rows])
+        means.append(sparse_golden.recall(q, k, is_read, kind, pattern.block, rows=1))
     got = np.mean(means, 0)
     assert got[0] > mass - 0.04 and got[1] > hit - 0.04 and got[2] < 0.38 + 0.04
 
@@ -359,20 +305,7 @@ def test_no_array_grows_with_the_square_of_the_text():
     shapes = (jax.ShapeDtypeStruct((1, length, n, 64), jnp.bfloat16) for n in (4, 1, 1))
     traced = jax.make_jaxpr(jax.grad(run, (0, 1, 2)))(*shapes)
     # Copies of queries; T x T is 256 times as many numbers as the queries, its windows 16 times.
-    assert _largest(traced.jaxpr) <= 12 * length * 4 * 64
-
-
-def _largest(jaxpr) -> int:
-    """The most numbers of an array in a traced program, also inside of loops and calls."""
-    sizes = [x.aval.size for equation in jaxpr.eqns for x in equation.outvars]
-    for equation in jaxpr.eqns:
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                sizes.append(_largest(inner))
-    return max(sizes, default=0)
+    assert largest_array(traced.jaxpr) <= 12 * length * 4 * 64
 
 
 def test_bytes_of_the_cache_are_counted():

@@ -7,23 +7,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sparse_golden
-from tiny_lm import generated, ids, sharp_lm
+from chosen_support import (
+    CONFIG,
+    MESHES,
+    check_devices,
+    check_generation,
+    check_steps,
+    largest_array,
+)
+from tiny_lm import sharp_lm
 
 from lcjax.attention import AttentionMetadata, Causal, MoBA, VerticalSlash, chosen_blocks
 from lcjax.attention.cache import LayerShape
 from lcjax.attention.pages import PagedCache
 from lcjax.cost import resources
 from lcjax.errors import InputError
-from lcjax.generation.sampling import Sampling
 from lcjax.models import Decoder, preset
 from lcjax.models import cache as cache_lib
-from lcjax.parallel.sharding import Mesh, make_mesh, param_shardings
+from lcjax.parallel.sharding import Mesh, make_mesh
 from lcjax.rope.rotation import Rotation, stack_rotations
 from pallas_kernels import Layout
 from pallas_kernels.rows import group_rows
 
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
-CONFIG = preset("tiny").replace(num_layers=2, num_heads=4, num_kv_heads=2)
 
 
 @functools.partial(jax.jit, static_argnames="pattern")
@@ -135,69 +141,16 @@ def decoder_params():
 def test_tokens_read_one_by_one_equal_a_text_read_at_once(top_k):
     """From a cache, over borders of blocks, in rows that begin after padding."""
     config = CONFIG.replace(pattern=MoBA(block=8, top_k=top_k))
-    length, padding, prompt = 70, 5, 21
-    tokens = np.random.default_rng(3).integers(0, 256, (2, length))
-    segments = np.ones((2, length), np.int32)
-    segments[1, :padding] = 0
-    positions = np.maximum(np.cumsum(segments, 1) - 1, 0)
-    model, params = Decoder(config), decoder_params()
-
-    @jax.jit
-    def read(tokens, segments, positions, cache):
-        options = {"segments": segments, "positions": positions, "cache": cache}
-        output = model.apply({"params": params}, tokens, **options)
-        return output.hidden, output.cache
-
-    want = read(tokens, segments, positions, None)[0]
-    cache = cache_lib.create(config, 2, length, chunk=prompt)
-    assert isinstance(cache.kinds[0], PagedCache)
-    outs, ends = [], [prompt, prompt + 9, *range(prompt + 10, length + 1)]
-    for start, end in zip([0, *ends], ends):
-        part = (x[:, start:end] for x in (tokens, segments, positions))
-        out, cache = read(*part, cache)
-        outs.append(out)
-    real = segments != 0
-    np.testing.assert_allclose(np.concatenate(outs, 1)[real], want[real], rtol=0, atol=5e-5)
+    check_steps(config, decoder_params(), PagedCache, [[21, 30]])
 
 
 def test_generation_equals_reading_the_text_again():
-    lm = sharp_lm(pattern=MoBA(block=8, top_k=3))
-    prompts = [ids(1, 45), ids(2, 30)]
-    written = generated(lm, prompts, Sampling(max_new_tokens=12, min_new_tokens=12))
-    longer = [prompt + new[:6] for prompt, new in zip(prompts, written, strict=True)]
-    again = generated(lm, longer, Sampling(max_new_tokens=6, min_new_tokens=6))
-    assert again == [new[6:] for new in written]
+    check_generation(sharp_lm(pattern=MoBA(block=8, top_k=3)))
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        Mesh(2, 2, 2, 1),
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (Mesh(1, 1, 8, 1), Mesh(1, 4, 2, 1))),
-    ],
-)
+@MESHES
 def test_eight_devices_have_the_values_and_gradients_of_one(mesh):
-    config = CONFIG.replace(pattern=MoBA(block=8, top_k=3))
-    devices = make_mesh(mesh)
-    tokens = jnp.asarray(np.random.default_rng(5).integers(0, 256, (2, 64)))
-    segments = jnp.asarray(np.repeat([1, 2], [27, 37])[None].repeat(2, 0), jnp.int32)
-    weights = np.random.default_rng(6).normal(size=(2, 64, CONFIG.width)).astype(np.float32)
-
-    def gradients(model, params):
-        def loss(params):
-            hidden = model.apply({"params": params}, tokens, segments=segments).hidden
-            return (hidden * weights).sum(), hidden
-
-        return jax.jit(jax.grad(loss, has_aux=True))(params)
-
-    want = gradients(Decoder(config), decoder_params())
-    params = jax.device_put(decoder_params(), param_shardings(devices, decoder_params()))
-    got = gradients(Decoder(config, devices), params)
-
-    def compare(x, y):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=5e-6 * np.abs(y).max())
-
-    jax.tree.map(compare, got, want)
+    check_devices(CONFIG.replace(pattern=MoBA(block=8, top_k=3)), decoder_params(), mesh, first=27)
 
 
 def test_every_row_visits_the_keys_of_its_block_and_no_others():
@@ -232,20 +185,7 @@ def test_no_array_grows_with_the_square_of_the_text():
     shapes = (jax.ShapeDtypeStruct((1, length, n, 8), jnp.bfloat16) for n in (2, 1, 1))
     traced = jax.make_jaxpr(jax.grad(run, (0, 1, 2)))(*shapes)
     # Ten times the queries; T x T is 8,192 times as many numbers.
-    assert _largest(traced.jaxpr) <= 10 * length * 2 * 8
-
-
-def _largest(jaxpr) -> int:
-    """The most numbers of an array in a traced program, also inside of loops and calls."""
-    sizes = [x.aval.size for equation in jaxpr.eqns for x in equation.outvars]
-    for equation in jaxpr.eqns:
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                sizes.append(_largest(inner))
-    return max(sizes, default=0)
+    assert largest_array(traced.jaxpr) <= 10 * length * 2 * 8
 
 
 def test_bytes_of_the_cache_are_counted():

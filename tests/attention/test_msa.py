@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sparse_golden as golden
+from chosen_support import check_generation
 from tiny_lm import generated, ids, sharp_lm
 
 from lcjax.attention import MSA
@@ -50,14 +51,14 @@ def test_choices_are_those_of_transformers(no_ties):
     tokens = DocumentTokens(places, places, None)
     blocks = complete_blocks(tokens, block)
     chosen = pattern._choose(features.queries["index"], features.keys["index"], tokens, blocks)
-    found = np.zeros((rows, heads, length, -(-length // block) + 1), bool)
-    numbers = np.where(chosen < blocks.numbers.shape[1], chosen, found.shape[-1] - 1)
-    np.put_along_axis(found, numbers, True, -1)
-    own = np.broadcast_to(
+    listed = np.zeros((rows, heads, length, -(-length // block) + 1), bool)
+    numbers = np.where(chosen < blocks.numbers.shape[1], chosen, listed.shape[-1] - 1)
+    np.put_along_axis(listed, numbers, True, -1)
+    current = np.broadcast_to(
         (np.arange(length) // block)[None, None, :, None], (rows, heads, length, 1)
     )
-    np.put_along_axis(found, own, True, -1)
-    np.testing.assert_array_equal(found[..., :-1], x["chosen"])
+    np.put_along_axis(listed, current, True, -1)
+    np.testing.assert_array_equal(listed[..., :-1], x["chosen"])
 
 
 def test_attention_and_divergence_are_those_of_the_report(no_ties):
@@ -84,12 +85,7 @@ def test_attention_and_divergence_are_those_of_the_report(no_ties):
 
 
 def test_generation_equals_reading_the_text_again():
-    lm = sharp_lm(pattern=MSA(block=8, top_k=2, head_dim=16))
-    prompts = [ids(1, 45), ids(2, 30)]
-    written = generated(lm, prompts, Sampling(max_new_tokens=12, min_new_tokens=12))
-    longer = [prompt + new[:6] for prompt, new in zip(prompts, written, strict=True)]
-    again = generated(lm, longer, Sampling(max_new_tokens=6, min_new_tokens=6))
-    assert again == [new[6:] for new in written]
+    check_generation(sharp_lm(pattern=MSA(block=8, top_k=2, head_dim=16)))
 
 
 def test_the_first_stage_generates_as_full_attention():

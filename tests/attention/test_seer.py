@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sparse_golden as golden
+from chosen_support import largest_array
 from tiny_lm import generated, ids, sharp_lm
 
 from lcjax.attention import AttentionMetadata, Causal, SeerAttention, order_indices
@@ -70,12 +71,12 @@ def visible_blocks(pattern, q, k, metadata, block):
 
 def test_blocks_that_are_read_are_those_of_the_authors():
     pattern, q, k, metadata, x = case()
-    found = visible_blocks(pattern, q, k, metadata, pattern.block)
-    want = x["chosen_threshold"] & np.tril(np.ones(found.shape[-2:], bool))
-    np.testing.assert_array_equal(found, want)
+    visible = visible_blocks(pattern, q, k, metadata, pattern.block)
+    want = x["chosen_threshold"] & np.tril(np.ones(visible.shape[-2:], bool))
+    np.testing.assert_array_equal(visible, want)
     assert want.any(-1).mean() > 0.9 and want.mean() < 0.5
     # With a share of the pairs: as many as the paper's rule, of the highest gates.
-    nb = found.shape[-1]
+    nb = visible.shape[-1]
     some = visible_blocks(replace(pattern, share=0.5), q, k, metadata, pattern.block)
     count = int(np.ceil((1 - np.sqrt(0.5)) * nb))
     np.testing.assert_array_equal(some.sum(-1)[0, 0], np.minimum(np.arange(nb) + 1, count))
@@ -83,7 +84,7 @@ def test_blocks_that_are_read_are_those_of_the_authors():
     assert (chosen > np.where(some, -np.inf, x["gate"]).max(-1)).all()
     # The last blocks of queries see all.
     last = visible_blocks(replace(pattern, last=2), q, k, metadata, pattern.block)
-    np.testing.assert_array_equal(last[:, :, :-2], found[:, :, :-2])
+    np.testing.assert_array_equal(last[:, :, :-2], visible[:, :, :-2])
     assert last[:, :, -1].all() and last[:, :, -2].sum(-1).min() == nb - 1
 
 
@@ -107,16 +108,16 @@ def between_blocks(q, k, rotation, block):
 def test_the_divergence_is_that_of_the_authors():
     pattern, q, k, metadata, x = case()
     block, nb = pattern.block, x["gate"].shape[-1]
-    found = divergence(pattern, q, k, metadata).reshape(1, nb, block)
-    np.testing.assert_array_equal(found, np.repeat(found[..., :1], block, -1))
+    apart = divergence(pattern, q, k, metadata).reshape(1, nb, block)
+    np.testing.assert_array_equal(apart, np.repeat(apart[..., :1], block, -1))
     np.testing.assert_allclose(between_blocks(q, k, metadata.rotation, block), x["target"], **CLOSE)
     target, scores = (x[name].astype(np.float64) for name in ("target", "gate"))
     gate = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     past = np.tril(np.ones((nb, nb), bool))
     target, gate = (np.where(past, x, 1) for x in (target, gate))
     each = (target * np.log(target / gate)).sum(-1)
-    np.testing.assert_allclose(found[0, :, 0], each[0].mean(0), rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(found[0, nb // 4 :, 0].mean(), x["loss_rows"], rtol=1e-4)
+    np.testing.assert_allclose(apart[0, :, 0], each[0].mean(0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(apart[0, nb // 4 :, 0].mean(), x["loss_rows"], rtol=1e-4)
 
 
 def test_gradients_of_the_gates_are_those_of_all_pairs(monkeypatch):
@@ -198,14 +199,14 @@ def test_documents_packed_padded_or_alone_have_the_same_results():
     out, apart = map(np.asarray, results(SPARSE, *rows_of(documents, segments), segments))
     for number, one in enumerate(documents, 1):
         alone = np.ones((1, len(one[0])), np.int32)
-        wanted = results(SPARSE, *(jnp.asarray(x)[None] for x in one), alone)
+        expected = results(SPARSE, *(jnp.asarray(x)[None] for x in one), alone)
         for row, line in enumerate(segments):
             if number in line:
-                for found, want in zip((out, apart), wanted, strict=True):
-                    np.testing.assert_allclose(found[row, line == number], want[0], **CLOSE)
+                for result, want in zip((out, apart), expected, strict=True):
+                    np.testing.assert_allclose(result[row, line == number], want[0], **CLOSE)
         complete = len(one[0]) // BLOCK * BLOCK
-        assert wanted[1][0, BLOCK:complete].all() and not wanted[1][0, :BLOCK].any()
-        assert not wanted[1][0, complete:].any()  # an incomplete block teaches nothing
+        assert expected[1][0, BLOCK:complete].all() and not expected[1][0, :BLOCK].any()
+        assert not expected[1][0, complete:].any()  # an incomplete block teaches nothing
     assert not out[segments == 0].any() and not apart[segments == 0].any()
 
 
@@ -304,17 +305,4 @@ def test_no_array_of_the_divergence_grows_with_the_square_of_the_text():
     gates = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in gates.items()}
     traced = jax.make_jaxpr(jax.grad(run))(gates, *shapes)
     # T x T has 256 times as many numbers: a block of queries and all keys for each head.
-    assert _largest(traced.jaxpr) <= 16 * length * 64
-
-
-def _largest(jaxpr) -> int:
-    """The most numbers of an array in a traced program, also inside of loops and calls."""
-    sizes = [x.aval.size for equation in jaxpr.eqns for x in equation.outvars]
-    for equation in jaxpr.eqns:
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                sizes.append(_largest(inner))
-    return max(sizes, default=0)
+    assert largest_array(traced.jaxpr) <= 16 * length * 64

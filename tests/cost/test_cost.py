@@ -327,10 +327,10 @@ def test_reading_a_prompt_has_the_memory_that_the_cpu_compiler_gives_it(
     config = preset("tiny").replace(width=256, num_heads=8, head_dim=64, num_layers=2, **changes)
     mesh = make_mesh(Mesh(fsdp=1), jax.devices()[:1])
     compiled = session.lower_read(config, mesh, 2, 2048, 512).compile().memory_analysis()
-    found = cost.generation_memory(config, 2048, 2, mesh, chunk=512)
+    memory = cost.generation_memory(config, 2048, 2, mesh, chunk=512)
     arguments = compiled.argument_size_in_bytes
-    assert found.weights + found.cache == pytest.approx(arguments, rel=0.01)
-    assert 0.75 < found.activations / compiled.temp_size_in_bytes < 1.5
+    assert memory.weights + memory.cache == pytest.approx(arguments, rel=0.01)
+    assert 0.75 < memory.activations / compiled.temp_size_in_bytes < 1.5
 
 
 def test_a_context_that_was_read_is_kept_beside_the_cache():

@@ -129,8 +129,8 @@ def model(memory, rope, layers, pattern=None):
 def loaded(case):
     pattern, rope, memory, layers = (*case, None)[:4]
     pattern = PATTERNS[pattern]
-    own = pattern if pattern.parameters else None
-    return model(memory, rope, layers, own).with_method(pattern=pattern, rope=ROPES[rope])
+    learned = pattern if pattern.parameters else None
+    return model(memory, rope, layers, learned).with_method(pattern=pattern, rope=ROPES[rope])
 
 
 @pytest.fixture(params=[False, slow(True)], ids=["quick", "optimised"], autouse=True)

@@ -304,8 +304,8 @@ def test_hessian_products_are_differences_of_gradients():
     def moved(sign):
         return gradient(jax.tree.map(lambda x, d: x + sign * step * d, params, along))
 
-    def compare(found, after, before):
+    def compare(result, after, before):
         want = np.asarray(after - before) / (2 * step)
-        np.testing.assert_allclose(found, want, atol=0.02 * np.abs(want).max())
+        np.testing.assert_allclose(result, want, atol=0.02 * np.abs(want).max())
 
     jax.tree.map(compare, product, moved(1), moved(-1))

@@ -64,9 +64,9 @@ def test_second_derivatives_are_those_of_the_reference(second, implementation):
         out, lse = flash(q, k, k, causal(), implementation=implementation, **options)
         return (out**2).sum() + (lse * out[..., 0]).sum()
 
-    found, want = (
+    results, expected = (
         second(functools.partial(total, implementation=name), x)
         for name in (implementation, "reference")
     )
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    for one, other in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

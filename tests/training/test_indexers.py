@@ -125,13 +125,17 @@ def test_the_first_stage_leaves_attention_full_and_lowers_the_divergence(pattern
 def test_eight_devices_have_the_loss_and_gradients_of_one(pattern, mesh):
     config, devices = CONFIG.replace(pattern=pattern), make_mesh(mesh)
     params = decoder_params(config)
-    want, _, wanted = loss_and_gradients(config, params)
+    want, _, expected = loss_and_gradients(config, params)
     params = jax.device_put(params, param_shardings(devices, params))
-    found, _, gradients = loss_and_gradients(config, params, devices)
-    np.testing.assert_allclose(found, want, rtol=1e-5)
+    loss, _, gradients = loss_and_gradients(config, params, devices)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
     for path, gradient in gradients.items():
         np.testing.assert_allclose(
-            gradient, wanted[path], rtol=1e-4, atol=2e-5 * np.abs(wanted[path]).max(), err_msg=path
+            gradient,
+            expected[path],
+            rtol=1e-4,
+            atol=2e-5 * np.abs(expected[path]).max(),
+            err_msg=path,
         )
 
 
@@ -141,8 +145,8 @@ def test_a_run_of_two_stages_converts_a_dense_model(tmp_path, corpus):
     dense = DSA(heads=2, head_dim=SIZE, top_k=12, dense=True)
     model = {"preset": "tiny", "pattern": dense}
     run(tiny(first, corpus, model=model, trainable=("pattern",), lr=0.02))
-    found = losses(first)
-    assert found[max(found)] < found[min(found)]
+    logged = losses(first)
+    assert logged[max(logged)] < logged[min(logged)]
     lm = LanguageModel.load(first / "model")
     assert lm.config.pattern == dense
     # The rest is as it was, and without its pattern the model is a plain one.
@@ -183,8 +187,8 @@ def test_a_run_trains_gates_of_blocks_that_prompts_are_read_by(tmp_path, corpus)
     dense = SeerAttention(block=8, gate_dim=8, share=0.4, dense=True)
     model = {"preset": "tiny", "pattern": dense}
     run(tiny(tmp_path, corpus, model=model, trainable=("pattern",), lr=0.02))
-    found = losses(tmp_path)
-    assert found[max(found)] < found[min(found)]
+    logged = losses(tmp_path)
+    assert logged[max(logged)] < logged[min(logged)]
     lm = LanguageModel.load(tmp_path / "model")
     assert lm.config.pattern == dense
     reads = LanguageModel.load(tmp_path / "model", pattern=replace(dense, dense=False))
