@@ -80,6 +80,7 @@ PATTERNS = (
     attention.InfLLMV2(block=16, top_k=4, kernel=8, stride=4, local=1, dense_len=0),
     attention.MoBA(block=16, top_k=3),
     attention.DSA(heads=2, head_dim=16, top_k=24),
+    attention.QSA(heads=2, head_dim=16, top_k=24, run=4),
     attention.MSA(block=16, top_k=3, head_dim=16),
     attention.NSA(block=16, top_k=4, window=8),
     attention.Bidirectional(),

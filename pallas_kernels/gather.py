@@ -152,10 +152,18 @@ def best(x, count: int, exists=None, margin=0.0):
       margin: [..., 1]. Scores within it of the lowest chosen score count as equal; of these the
         later blocks are chosen.
     """
-    blocks = x.shape[-1]
-    count, is_chosen = min(count, blocks), is_best(x, count, exists, margin)
+    return listed(is_best(x, count, exists, margin), count)
+
+
+def listed(is_chosen, count: int):
+    """Returns (ids, is_valid) [..., M] of up to `count` chosen blocks, as `best` does.
+
+    Args:
+      is_chosen: bool [..., C]; at most `count` blocks of a row are chosen.
+    """
+    blocks = is_chosen.shape[-1]
     numbers = jnp.where(is_chosen, jnp.arange(blocks, dtype=jnp.int32), blocks)
-    ids = -lax.top_k(-numbers, count)[0]
+    ids = -lax.top_k(-numbers, min(count, blocks))[0]
     is_valid = ids < blocks
     return jnp.where(is_valid, ids, 0), is_valid
 

@@ -61,6 +61,7 @@ from lcjax.attention.policies import (
     ThinK,
     Tova,
 )
+from lcjax.attention.qsa import QSA
 from lcjax.attention.quest import Quest
 from lcjax.attention.relative import Disentangled, TransformerXL
 from lcjax.attention.s2 import ShiftedSparse
@@ -73,16 +74,17 @@ from lcjax.attention.vertical_slash import SparseHead, VerticalSlash, search_hea
 from lcjax.attention.xattention import XAttention
 
 __all__ = [
-    "DSA", "H2O", "MSA", "NSA", "POSITIONS", "AcrossLayers", "AdaptiveHeads", "AdaptiveOriginal",
-    "AttentionMetadata", "Bidirectional", "BigBird", "CacheMethod", "CachePolicy", "Candidates",
-    "Cap", "Causal", "Channels", "Chunked", "Compactor", "Composite", "Critical", "Cur",
-    "Disentangled", "DualChunk", "DuoAttention", "Exact", "ExpectedAttention", "Finch",
-    "FlexPrefill", "Fp8", "HeadBudget", "HeadRates", "InfLLM", "InfLLMV2", "Int8", "KVCompose",
-    "KVzip", "KeepAll", "KeyDiff", "Kivi", "Knorm", "LMInfinite", "LagKV", "LagKVOriginal",
-    "Landmark", "LayerBudget", "LayerRatios", "Leverage", "Longformer", "Merging", "MoBA",
-    "NonCausal", "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid", "PyramidOriginal",
-    "QFilter", "Quest", "Random", "ReRoPE", "Seen", "SeerAttention", "SelfExtend", "ShiftedSparse",
-    "SimLayerKV", "Sliding", "SnapKV", "SparseHead", "SparseTransformer", "Storage", "Streaming",
-    "StreamingCache", "ThinK", "Threshold", "Tova", "TransformerXL", "TriShape", "TurboQuant",
-    "VerticalSlash", "XAttention", "order_indices", "search_head_budgets",
+    "DSA", "H2O", "MSA", "NSA", "POSITIONS", "QSA", "AcrossLayers", "AdaptiveHeads",
+    "AdaptiveOriginal", "AttentionMetadata", "Bidirectional", "BigBird", "CacheMethod",
+    "CachePolicy", "Candidates", "Cap", "Causal", "Channels", "Chunked", "Compactor", "Composite",
+    "Critical", "Cur", "Disentangled", "DualChunk", "DuoAttention", "Exact", "ExpectedAttention",
+    "Finch", "FlexPrefill", "Fp8", "HeadBudget", "HeadRates", "InfLLM", "InfLLMV2", "Int8",
+    "KVCompose", "KVzip", "KeepAll", "KeyDiff", "Kivi", "Knorm", "LMInfinite", "LagKV",
+    "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios", "Leverage", "Longformer", "Merging",
+    "MoBA", "NonCausal", "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid",
+    "PyramidOriginal", "QFilter", "Quest", "Random", "ReRoPE", "Seen", "SeerAttention",
+    "SelfExtend", "ShiftedSparse", "SimLayerKV", "Sliding", "SnapKV", "SparseHead",
+    "SparseTransformer", "Storage", "Streaming", "StreamingCache", "ThinK", "Threshold", "Tova",
+    "TransformerXL", "TriShape", "TurboQuant", "VerticalSlash", "XAttention", "order_indices",
+    "search_head_budgets",
 ]  # fmt: skip

@@ -19,6 +19,8 @@ from lcjax.errors import Interval
 from lcjax.rope.rotation import Rotation
 from pallas_kernels import gather
 
+_EPSILON = 1e-6  # of `rms_norm`
+
 
 @dataclasses.dataclass(frozen=True)
 class DistilledPattern(Pattern):
@@ -64,6 +66,13 @@ def index_rotation(rotation: Rotation, size: int) -> Rotation:
     if fitting < pairs:
         frequencies = frequencies[..., np.arange(fitting) * pairs // max(fitting, 1)]
     return Rotation(frequencies)
+
+
+def rms_norm(x: Float[Array, "... J"], scale: Float[Array, " J"]) -> Float[Array, "... J"]:
+    """Returns x over its root mean square, times 1 + scale."""
+    wide = x.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + _EPSILON)
+    return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
 
 
 def logits(

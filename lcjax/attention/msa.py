@@ -22,13 +22,12 @@ from lcjax.attention.indexer import (
     kl_divergence,
     log_softmax,
     logits,
+    rms_norm,
 )
 from lcjax.attention.on_devices import DocumentTokens, on_devices
 from lcjax.attention.pages import PagedCache
 from lcjax.errors import PositiveInt
 from pallas_kernels import gather
-
-_EPSILON = 1e-6  # of the norms of index queries and keys
 
 
 @Pattern.register_subclass("msa")
@@ -95,10 +94,9 @@ class MSA(DistilledPattern, ChosenBlocks):
 
         def index(name, axes):
             y = gather.einsum(f"BTD,D{axes}->BT{axes}", x, parameters[f"block_{name}"])
-            y = y.astype(x.dtype).astype(jnp.float32).reshape(*x.shape[:2], -1, self.head_dim)
-            y *= jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + _EPSILON)
-            y *= 1 + parameters[f"block_{name}_norm_scale"].astype(jnp.float32)
-            return rotation.rotate(y.astype(x.dtype), metadata.q_positions)
+            y = y.astype(x.dtype).reshape(*x.shape[:2], -1, self.head_dim)
+            y = rms_norm(y, parameters[f"block_{name}_norm_scale"])
+            return rotation.rotate(y, metadata.q_positions)
 
         return Features({"index": index("query", "KJ")}, {"index": index("key", "J")}, {})
 

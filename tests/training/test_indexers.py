@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from training_support import losses, tiny
 
-from lcjax.attention import DSA, MSA, NSA, Causal, SeerAttention
+from lcjax.attention import DSA, MSA, NSA, QSA, Causal, SeerAttention
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
@@ -23,7 +23,11 @@ from lcjax.tree import flatten, split
 
 CONFIG = preset("tiny").replace(num_layers=2, num_heads=4, num_kv_heads=2)
 SIZE = CONFIG.head_dim
-PATTERNS = {"dsa": DSA(heads=3, head_dim=SIZE, top_k=20), "msa": MSA(8, 3, SIZE)}
+PATTERNS = {
+    "dsa": DSA(heads=3, head_dim=SIZE, top_k=20),
+    "qsa": QSA(heads=3, head_dim=SIZE, top_k=16, run=4),
+    "msa": MSA(8, 3, SIZE),
+}
 PATTERNS["seer"] = SeerAttention(block=8, gate_dim=8, dense=True)
 INDEXERS = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 
