@@ -83,6 +83,7 @@ PATTERNS = (
     attention.QSA(heads=2, head_dim=16, top_k=24, run=4),
     attention.MSA(block=16, top_k=3, head_dim=16),
     attention.NSA(block=16, top_k=4, window=8),
+    attention.SeerAttentionR(block=16, top_k=3, gate_dim=16),
     attention.Bidirectional(),
 )
 ROPES = (

@@ -66,6 +66,7 @@ from lcjax.attention.quest import Quest
 from lcjax.attention.relative import Disentangled, TransformerXL
 from lcjax.attention.s2 import ShiftedSparse
 from lcjax.attention.seer import SeerAttention
+from lcjax.attention.seer_r import SeerAttentionR
 from lcjax.attention.self_extend import SelfExtend
 from lcjax.attention.sparse_transformer import SparseTransformer
 from lcjax.attention.streaming import Streaming
@@ -83,8 +84,8 @@ __all__ = [
     "LagKVOriginal", "Landmark", "LayerBudget", "LayerRatios", "Leverage", "Longformer", "Merging",
     "MoBA", "NonCausal", "ObservedAttention", "Pass", "Pattern", "Phases", "Pyramid",
     "PyramidOriginal", "QFilter", "Quest", "Random", "ReRoPE", "Seen", "SeerAttention",
-    "SelfExtend", "ShiftedSparse", "SimLayerKV", "Sliding", "SnapKV", "SparseHead",
-    "SparseTransformer", "Storage", "Streaming", "StreamingCache", "ThinK", "Threshold", "Tova",
-    "TransformerXL", "TriShape", "TurboQuant", "VerticalSlash", "XAttention", "order_indices",
-    "search_head_budgets",
+    "SeerAttentionR", "SelfExtend", "ShiftedSparse", "SimLayerKV", "Sliding", "SnapKV",
+    "SparseHead", "SparseTransformer", "Storage", "Streaming", "StreamingCache", "ThinK",
+    "Threshold", "Tova", "TransformerXL", "TriShape", "TurboQuant", "VerticalSlash", "XAttention",
+    "order_indices", "search_head_budgets",
 ]  # fmt: skip

@@ -68,11 +68,11 @@ def index_rotation(rotation: Rotation, size: int) -> Rotation:
     return Rotation(frequencies)
 
 
-def rms_norm(x: Float[Array, "... J"], scale: Float[Array, " J"]) -> Float[Array, "... J"]:
-    """Returns x over its root mean square, times 1 + scale."""
+def rms_norm(x: Float[Array, "... J"], factor: Float[Array, " J"]) -> Float[Array, "... J"]:
+    """Returns x over its root mean square, times a factor of each channel."""
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + _EPSILON)
-    return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+    return (wide * factor.astype(jnp.float32)).astype(x.dtype)
 
 
 def logits(

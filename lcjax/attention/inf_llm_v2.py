@@ -154,11 +154,11 @@ class InfLLMV2(ChosenBlocks):
     def summary_dtypes(self, layer):
         return {"means": layer.dtype}
 
-    def summarise(self, keys, is_token):
-        rows, heads, pages, _, size = keys.shape
-        wide = jnp.where(is_token, keys, 0).astype(jnp.float32)
-        means = wide.reshape(rows, heads, pages * self._strides, self.stride, size).mean(3)
-        return {"means": means.astype(keys.dtype)}
+    def summarise(self, pages):
+        rows, heads, count, _, size = pages.keys.shape
+        wide = jnp.where(pages.is_token, pages.keys, 0).astype(jnp.float32)
+        means = wide.reshape(rows, heads, count * self._strides, self.stride, size).mean(3)
+        return {"means": means.astype(pages.keys.dtype)}
 
     def choose_past_pages(self, token, arrays, slots):
         means, last = arrays["means"].swapaxes(1, 2), token.index

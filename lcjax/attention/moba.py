@@ -76,8 +76,8 @@ class MoBA(ChosenBlocks):
     def summary_dtypes(self, layer):
         return {"means": jnp.dtype("float32")}
 
-    def summarise(self, keys, is_token):
-        return {"means": jnp.where(is_token, keys, 0).astype(jnp.float32).mean(3)}
+    def summarise(self, pages):
+        return {"means": jnp.where(pages.is_token, pages.keys, 0).astype(jnp.float32).mean(3)}
 
     def choose_past_pages(self, token, arrays, slots):
         means = arrays["means"].swapaxes(1, 2)

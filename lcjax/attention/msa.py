@@ -95,7 +95,7 @@ class MSA(DistilledPattern, ChosenBlocks):
         def index(name, axes):
             y = gather.einsum(f"BTD,D{axes}->BT{axes}", x, parameters[f"block_{name}"])
             y = y.astype(x.dtype).reshape(*x.shape[:2], -1, self.head_dim)
-            y = rms_norm(y, parameters[f"block_{name}_norm_scale"])
+            y = rms_norm(y, 1 + parameters[f"block_{name}_norm_scale"].astype(jnp.float32))
             return rotation.rotate(y, metadata.q_positions)
 
         return Features({"index": index("query", "KJ")}, {"index": index("key", "J")}, {})
@@ -195,7 +195,7 @@ class MSA(DistilledPattern, ChosenBlocks):
     def summary_dtypes(self, layer):
         return {}
 
-    def summarise(self, keys, is_token):
+    def summarise(self, pages):
         return {}
 
     def choose_past_pages(self, token, arrays, slots):

@@ -205,11 +205,11 @@ class NSA(ChosenBlocks):
     def summary_dtypes(self, layer):
         return {"means": layer.dtype, "value_means": layer.dtype}
 
-    def summarise(self, keys, is_token):
-        return {"means": _mean_of_pages(keys, is_token)}
-
-    def summarise_values(self, values, is_token):
-        return {"value_means": _mean_of_pages(values, is_token)}
+    def summarise(self, pages):
+        return {
+            "means": _mean_of_pages(pages.keys, pages.is_token),
+            "value_means": _mean_of_pages(pages.values, pages.is_token),
+        }
 
     def choose_past_pages(self, token, arrays, slots):
         means = arrays["means"].swapaxes(1, 2)

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from lcjax.attention.base import AttentionMetadata, attend_by_head, rotate_queries
 from lcjax.attention.cache import Arrays, FullCache, LayerShape, Tokens, View
@@ -23,6 +23,16 @@ class NewToken(NamedTuple):
     q: Float[Array, "B N H"]  # rotated
     index: Int[Array, " B"]  # order index
     features: dict[str, Float[Array, "B ..."]]  # `Features.queries`
+
+
+class PageTokens(NamedTuple):
+    """The tokens of some pages, whose summaries are computed."""
+
+    keys: Float[Array, "B K P page H"]
+    values: Float[Array, "B K P page H"]
+    is_token: Bool[Array, "B 1 P page 1"]
+    positions: Num[Array, "B P page"]
+    metadata: AttentionMetadata  # rotation and features of the call
 
 
 class PageReader(abc.ABC):
@@ -50,17 +60,13 @@ class PageReader(abc.ABC):
     def summary_dtypes(self, layer: LayerShape) -> dict[str, jnp.dtype]:
         """Returns the names of the summaries of a page, and their dtypes in a layer."""
 
-    @abc.abstractmethod
-    def summarise(
-        self, keys: Float[Array, "B K P page H"], is_token: Bool[Array, "B 1 P page 1"]
-    ) -> dict[str, Float[Array, "B K P*V H"]]:
-        """Returns the summaries of pages with these keys, some of which are no tokens."""
+    def summary_size(self, layer: LayerShape) -> int:
+        """Returns the numbers of a vector of a summary in a layer: by default those of a key."""
+        return layer.head_dim
 
-    def summarise_values(
-        self, values: Float[Array, "B K P page H"], is_token: Bool[Array, "B 1 P page 1"]
-    ) -> dict[str, Float[Array, "B K P*V H"]]:
-        """Returns the summaries of the values of pages, beside those of keys; by default none."""
-        return {}
+    @abc.abstractmethod
+    def summarise(self, pages: PageTokens) -> dict[str, Float[Array, "B K P*V _"]]:
+        """Returns the summaries of pages."""
 
     @abc.abstractmethod
     def choose_pages(
@@ -71,14 +77,14 @@ class PageReader(abc.ABC):
         Args:
           token: the token.
           arrays: those of the layer: keys, values, features [B, h, S, _], and summaries of all
-            pages [B, K, P V, H].
+            pages [B, K, P V, _].
           slots: the tokens in the slots, the new one included.
         """
 
 
 @dataclass(frozen=True)
 class PagedCache(FullCache):
-    """All keys and values, and summaries [B, K, P V, H] of the keys of each page.
+    """All keys and values, and summaries [B, K, P V, _] of the tokens of each page.
 
     A page begins at an order index, not at a slot, so that padding does not move pages. A call
     computes the summaries of the pages of its tokens from their keys. Summaries of pages behind the
@@ -153,7 +159,8 @@ class PagedCache(FullCache):
 
     def _summaries(self, layer: LayerShape, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shapes and dtypes of the summaries of the pages of `slots` slots."""
-        shape = layer.num_kv_heads, self._num_summaries(slots), layer.head_dim
+        size = self.reader.summary_size(layer)
+        shape = layer.num_kv_heads, self._num_summaries(slots), size
         dtypes = self.reader.summary_dtypes(layer)
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
@@ -172,13 +179,15 @@ class PagedCache(FullCache):
         arrays = arrays | self.append(arrays, k, v, pattern, view, metadata)
         keys, values = arrays["keys"], arrays["values"]
         places = _slots_by_order(view, self._num_pages(keys.shape[2]) * self.reader.page)
-        arrays = arrays | self._summaries_of_new(arrays, view, places)
+        arrays = arrays | self._summaries_of_new(arrays, view, places, metadata)
         if q.shape[1] == 1:
             return self.read_pages(arrays, q, view, places, metadata), arrays
         metadata = self.with_features(arrays, metadata)
         return pattern.attend(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), metadata), arrays
 
-    def _summaries_of_new(self, arrays: Arrays, view: View, places: Int[Array, "B S"]) -> Arrays:
+    def _summaries_of_new(
+        self, arrays: Arrays, view: View, places: Int[Array, "B S"], metadata: AttentionMetadata
+    ) -> Arrays:
         """Returns summaries with those of the pages of the new tokens."""
         size, index = self.reader.page, view.new.index
         # Pages that new tokens may lie in
@@ -192,8 +201,10 @@ class PagedCache(FullCache):
             return x.reshape(*x.shape[:2], count, size, -1)
 
         is_token = (order <= index[:, -1:]).reshape(-1, 1, count, size, 1)
-        new = self.reader.summarise(of_pages(arrays["keys"]), is_token)
-        new |= self.reader.summarise_values(of_pages(arrays["values"]), is_token)
+        positions = jnp.take_along_axis(view.slots.positions, slots[:, 0], axis=1)
+        positions = positions.reshape(len(pages), count, size)
+        pair = of_pages(arrays["keys"]), of_pages(arrays["values"])
+        new = self.reader.summarise(PageTokens(*pair, is_token, positions, metadata))
         rows, each = jnp.arange(len(pages))[:, None], self.reader.summaries_per_page
         places = (pages[..., None] * each + jnp.arange(each)).reshape(len(pages), -1)
         is_written = jnp.repeat(is_token[:, 0, :, 0, 0], each, axis=1)

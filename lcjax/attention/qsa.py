@@ -80,19 +80,21 @@ class QSA(ChosenKeys):
     def features(self, parameters, x, q, k, metadata):
         x = jax.lax.stop_gradient(x)
         both = gather.einsum("BTD,DMJ->BTMJ", x, parameters["run_query_key"]).astype(x.dtype)
-        queries = rms_norm(both[:, :, :-1], parameters["run_query_norm_scale"])
+        queries = rms_norm(
+            both[:, :, :-1], 1 + parameters["run_query_norm_scale"].astype(jnp.float32)
+        )
         rotation = index_rotation(metadata.rotation, self.head_dim)
         queries = rotation.rotate(queries, metadata.q_positions)
         weights = jnp.full((*x.shape[:2], self.heads), self.head_dim**-0.5)
-        scale = {"scale": parameters["run_key_norm_scale"]}
-        return Features({"index": queries, "weight": weights}, {"index": both[:, :, -1:]}, scale)
+        factor = {"factor": 1 + parameters["run_key_norm_scale"].astype(jnp.float32)}
+        return Features({"index": queries, "weight": weights}, {"index": both[:, :, -1:]}, factor)
 
     def entries(self, keys, metadata):
         runs, index = complete_blocks(keys, self.run), metadata.features.keys["index"]
         rows, count = runs.numbers.shape
         of_tokens = runs.take(index).astype(jnp.float32)
         means = of_tokens.reshape(rows, count, self.run, self.head_dim).mean(2)
-        means = rms_norm(means.astype(index.dtype), metadata.features.layer["scale"])
+        means = rms_norm(means.astype(index.dtype), metadata.features.layer["factor"])
         starts = jnp.take_along_axis(keys.positions, runs.slots[..., 0], axis=1)
         rotation = index_rotation(metadata.rotation, self.head_dim)
         vectors = rotation.rotate(means[:, :, None], starts)[:, :, 0]

@@ -100,9 +100,10 @@ class Quest(CacheMethod, PageReader):
     def summary_dtypes(self, layer):
         return {"low": layer.dtype, "high": layer.dtype}
 
-    def summarise(self, keys, is_token):
+    def summarise(self, pages):
         def bound(of, fill):
-            return of(jnp.where(is_token, keys, jnp.asarray(fill, keys.dtype)), axis=3)
+            fill = jnp.asarray(fill, pages.keys.dtype)
+            return of(jnp.where(pages.is_token, pages.keys, fill), axis=3)
 
         return {"low": bound(jnp.min, jnp.inf), "high": bound(jnp.max, -jnp.inf)}
 

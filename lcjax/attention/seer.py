@@ -30,7 +30,7 @@ from lcjax.errors import Fraction, Interval, NonNegativeInt, PositiveInt
 from lcjax.rope.rotation import Rotation, no_rotation
 from pallas_kernels import causal, gather
 
-_POOLINGS = ("max", "min", "mean")  # the order of the rows of the keys' matrix
+POOLINGS = ("max", "min", "mean")  # the order of the rows of the keys' matrix
 
 
 @Pattern.register_subclass("seer")
@@ -59,8 +59,7 @@ class SeerAttention(DistilledPattern):
     here it is the divergence of a row, as the mean over heads and rows. Only complete blocks learn.
 
     Released gates with as many channels as a head have no matrix for queries and one matrix of keys
-    for each query head; they are not this form. The gates of single tokens for decoding
-    (SeerAttention-R) are not here either.
+    for each query head; they are not this form. Gates of single tokens are those of `seer_r`.
     """
 
     examples = (
@@ -93,7 +92,7 @@ class SeerAttention(DistilledPattern):
 
     @property
     def sizes(self):
-        return {"J": self.gate_dim, "P": len(_POOLINGS)}
+        return {"J": self.gate_dim, "P": len(POOLINGS)}
 
     def passes(self, metadata: AttentionMetadata) -> list[Pass]:
         """Returns a pass of full attention."""
@@ -106,13 +105,10 @@ class SeerAttention(DistilledPattern):
         if self.dense or q.shape[1] < self.block:
             return super().attend(q, k, v, metadata)
         self.check_metadata(metadata)
-        rotation, unrotated = metadata.rotation, k
-        if metadata.keys_rotated:
-            inverse = Rotation(rotation.inv_freq, 1 / rotation.scale)
-            unrotated = inverse.rotate(k, -metadata.k_positions)
-        positions = metadata.k_positions[:, :, None, None]
+        rotation, positions = metadata.rotation, metadata.k_positions
         choose = functools.partial(self._choose, metadata.features.layer, rotation)
-        of_each = lax.stop_gradient(((q,), (unrotated, positions)))
+        of_keys = unrotated(k, positions, metadata), positions[:, :, None, None]
+        of_each = lax.stop_gradient(((q,), of_keys))
         return attend_chosen(q, k, v, metadata, self.block, choose, *of_each)
 
     def _choose(
@@ -127,8 +123,8 @@ class SeerAttention(DistilledPattern):
         starts = positions[:, :: self.block, 0, 0]
         count = q.shape[1] // self.block
         current = prompt.first[:, None] // self.block + jnp.arange(count)
-        pooled_q = _pooled(in_blocks(q), in_blocks(prompt.is_query))[2]
-        pooled_k = jnp.stack(_pooled(in_blocks(k), in_blocks(prompt.is_key)), 3)
+        pooled_q = pooled(in_blocks(q), in_blocks(prompt.is_query))[2]
+        pooled_k = jnp.stack(pooled(in_blocks(k), in_blocks(prompt.is_key)), 3)
         at = jnp.take_along_axis(starts, current, axis=1, mode="clip")
         gates_q, gates_k = self._gates(parameters, pooled_q, pooled_k, at, starts, rotation)
         group = gates_q.shape[2] // gates_k.shape[2]
@@ -193,8 +189,8 @@ class SeerAttention(DistilledPattern):
         def in_blocks(x):
             return blocks.take(x).reshape(rows, count, self.block, *x.shape[2:])
 
-        pooled_q = _pooled(in_blocks(q))[2]
-        pooled_k = jnp.stack(_pooled(in_blocks(k)), 3)
+        pooled_q = pooled(in_blocks(q))[2]
+        pooled_k = jnp.stack(pooled(in_blocks(k)), 3)
         starts = jnp.take_along_axis(tokens.positions, blocks.slots[:, :, 0], axis=1)
         vectors = pooled_q, pooled_k, starts, starts, metadata.rotation
         gates_q, gates_k = self._gates(metadata.features.layer, *vectors)
@@ -290,7 +286,17 @@ class SeerAttention(DistilledPattern):
         return gather.by_query(of_block, (q, queries, is_past), elements)
 
 
-def _pooled(
+def unrotated(
+    k: Float[Array, "B S K H"], positions: Num[Array, "B S"], metadata: AttentionMetadata
+) -> Float[Array, "B S K H"]:
+    """Returns keys before their rotation to `positions`, if they are rotated."""
+    if not metadata.keys_rotated:
+        return k
+    inverse = Rotation(metadata.rotation.inv_freq, 1 / metadata.rotation.scale)
+    return inverse.rotate(k, -positions)
+
+
+def pooled(
     x: Float[Array, "B C block K H"], is_token: Bool[Array, "B C block"] | None = None
 ) -> tuple[Float[Array, "B C K H"], Float[Array, "B C K H"], Float[Array, "B C K H"]]:
     """Returns the float32 maximum, minimum and mean over the tokens of each block; 0 of none."""
@@ -301,4 +307,4 @@ def _pooled(
     count = shown.sum(2)
     most = (jnp.where(shown, sign * x, -jnp.inf).max(2) * sign for sign in (1, -1))
     of_tokens = *most, jnp.where(shown, x, 0).sum(2) / jnp.maximum(count, 1)
-    return tuple(jnp.where(count > 0, pooled, 0) for pooled in of_tokens)
+    return tuple(jnp.where(count > 0, each, 0) for each in of_tokens)

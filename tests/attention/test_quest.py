@@ -12,7 +12,7 @@ from tiny_lm import ids, sharp_lm, text
 
 from lcjax.attention import AttentionMetadata, Causal, KeepAll, Quest
 from lcjax.attention.cache import LayerShape, Tokens
-from lcjax.attention.pages import PagedCache
+from lcjax.attention.pages import PagedCache, PageTokens
 from lcjax.errors import InputError
 from lcjax.generation.sampling import Sampling
 from lcjax.generation.session import Session
@@ -226,7 +226,8 @@ def test_bounds_and_pages_of_a_step_are_those_of_the_authors(keep_last):
     keys = np.pad(x["k"].swapaxes(1, 2), [(0, 0), (0, 0), (0, -length % size), (0, 0)])
     keys = keys.reshape(*keys.shape[:2], -1, size, keys.shape[-1])
     is_token = (np.arange(keys.shape[2] * size) < length).reshape(1, 1, -1, size, 1)
-    pages = quest.summarise(jnp.asarray(keys), jnp.asarray(is_token))
+    keys = jnp.asarray(keys)
+    pages = quest.summarise(PageTokens(keys, keys, jnp.asarray(is_token), None, None))
     bounds = quest.bounds(jnp.asarray(x["q"][:, 0]), pages["low"], pages["high"])
     np.testing.assert_allclose(bounds, x["bounds"], rtol=1e-5, atol=1e-5)
     ids, is_page = quest.choose(bounds, jnp.asarray([length - 1]))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from training_support import losses, tiny
 
-from lcjax.attention import DSA, MSA, NSA, QSA, Causal, SeerAttention
+from lcjax.attention import DSA, MSA, NSA, QSA, Causal, SeerAttention, SeerAttentionR
 from lcjax.checkpoints.build import ModelSection
 from lcjax.errors import InputError
 from lcjax.generation.language_model import LanguageModel
@@ -27,6 +27,7 @@ PATTERNS = {
     "dsa": DSA(heads=3, head_dim=SIZE, top_k=20),
     "qsa": QSA(heads=3, head_dim=SIZE, top_k=16, run=4),
     "msa": MSA(8, 3, SIZE),
+    "seer_r": SeerAttentionR(block=8, top_k=3, gate_dim=SIZE),
 }
 PATTERNS["seer"] = SeerAttention(block=8, gate_dim=8, dense=True)
 INDEXERS = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
