@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.dispatch import REFERENCE
+from pallas_kernels.key_bits import BITS
 from pallas_kernels.masks import Mask, integer
 from pallas_kernels.quantised import is_quantised
 from pallas_kernels.tables import BlockTable
@@ -112,7 +113,7 @@ def _array(call: str, name: str, value):
         raise ValueError(f"{call}: {name} has rows of different lengths") from None
 
 
-def check_options(q, k, mask, soft_cap, bias, sinks, table, splits, layout):
+def check_options(q, k, mask, soft_cap, bias, sinks, table, splits, layout, key_bits):
     """Raises for options of `flash` that are invalid or do not fit q and k."""
     (b, t, n), (s, heads) = q.shape[:3], k.shape[1:3]
     if mask is not None and not isinstance(mask, Mask):
@@ -143,6 +144,22 @@ def check_options(q, k, mask, soft_cap, bias, sinks, table, splits, layout):
     _check_layout("flash", layout)
     if table is not None:
         _check_table(table, b, t, n, s, heads)
+    if key_bits is not None:
+        _check_key_bits(key_bits, (b, t, -(-s // BITS)), table, layout)
+
+
+def _check_key_bits(key_bits, shape: tuple[int, int, int], table, layout):
+    bits = _array("flash", "key_bits", key_bits)
+    if bits.dtype != np.uint32 or bits.shape != shape:
+        raise ValueError(
+            f"flash: key_bits is {bits.dtype} {bits.shape}, must be uint32 {shape}: a bit of each"
+            " query and key, which pallas_kernels.key_bits.pack makes"
+        )
+    if table is not None or layout is not None:
+        raise ValueError(
+            "flash: key_bits stand alone, without a table and without a layout; on a mesh call"
+            " flash inside jax.shard_map, with the queries of each device and all keys"
+        )
 
 
 def _check_layout(call: str, layout):

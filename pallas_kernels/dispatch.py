@@ -111,6 +111,7 @@ class Operands(NamedTuple):
     k_segments: Any = None  # int32 [B, S]
     bias: Bias | None = None
     table: Any = None  # a caller's block table of traced arrays; see `user_table`
+    key_bits: Any = None  # uint32 [B, T, W], keys that each query may see (`key_bits`)
 
 
 def split_heads(q, k, v, operands: Operands, spec: Spec) -> Iterator[tuple]:
@@ -200,8 +201,10 @@ def unsupported_dtypes(q, k, v, *dtypes: str) -> str | None:
     return f"q, k and v must all be {rule}, they are {', '.join(sorted(names))}"
 
 
-def unsupported_mask(spec: Spec) -> str | None:
-    """Returns a reason if kernels cannot compute the mask, else None."""
+def unsupported_mask(operands: Operands, spec: Spec) -> str | None:
+    """Returns a reason if kernels cannot compute which keys a query sees, else None."""
+    if operands.key_bits is not None:
+        return "key_bits say which keys each query sees, and kernels do not read them"
     if spec.mask.arithmetic:
         return None
     return "the mask looks indices up in a long list; kernels compute masks from scalars"
@@ -543,7 +546,8 @@ def _by_reference(arrays, operands: Operands, spec: Spec):
 
     def attend(q, k, v, bias):
         options = {"mask": spec.mask, "scale": spec.scale, "soft_cap": spec.soft_cap}
-        return reference.attention(q, k, v, *operands[:4], bias=bias, table=table, **options)
+        options |= {"table": table, "key_bits": operands.key_bits}
+        return reference.attention(q, k, v, *operands[:4], bias=bias, **options)
 
     if not rest:
         return attend(q, k, v, operands.bias)

@@ -24,7 +24,7 @@ from pallas_kernels.sharded import Layout, over_mesh
 from pallas_kernels.tables import BlockTable
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Float, Int, UInt32
 
 
 @on_any_mesh
@@ -39,6 +39,7 @@ def flash(
     bias: Bias | None = None,
     sinks: Float[Array, " N"] | None = None,
     table: BlockTable | None = None,
+    key_bits: UInt32[Array, "B T W"] | None = None,
     q_index: Int[Array, "*B T"] | None = None,
     k_index: Int[Array, "*B S"] | None = None,
     q_segments: Int[Array, "B T"] | None = None,
@@ -72,6 +73,8 @@ def flash(
         every pair of a block that the table marks as full, because it is not tested there. NumPy
         tables are constants of the compiled program. If a traced table overflowed its capacity,
         all results are NaN.
+      key_bits: the keys that each query may see, the same for all heads, in addition to the mask
+        (`pallas_kernels.key_bits.pack`). Blocks without any are not visited.
       q_index, k_index: order indices of queries and keys, shared by all rows or one set per row; by
         default 0, 1, .... They may be traced (a decoding step passes offset + arange(T)).
       q_segments, k_segments: a query sees only keys of its own segment; segment 0 is padding, which
@@ -97,7 +100,7 @@ def flash(
     positions = dict(q_index=q_index, k_index=k_index, q_segments=q_segments)
     positions |= dict(k_segments=k_segments, k_lengths=k_lengths)
     check_arrays("flash", q, k, v, scale, **positions)
-    check_options(q, k, mask, soft_cap, bias, sinks, table, splits, layout)
+    check_options(q, k, mask, soft_cap, bias, sinks, table, splits, layout, key_bits)
     q_segments, k_segments = _with_lengths(q, k, q_segments, k_segments, k_lengths)
     if isinstance(k, Quantised):
         q = k.queries(q)
@@ -109,11 +112,11 @@ def flash(
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
     positions = _rows(q_index), _rows(k_index), q_segments, k_segments
     if implementation == dispatch.REFERENCE:
-        options = dict(soft_cap=soft_cap, bias=bias, sinks=sinks, table=table)
+        options = dict(soft_cap=soft_cap, bias=bias, sinks=sinks, table=table, key_bits=key_bits)
         k, v = (dequantise(x, q.dtype) for x in as_rows((k, v)))
         return reference.attention(q, k, v, *positions, mask=mask, scale=scale, **options)
     static = table is not None and table.static
-    operands = Operands(*positions, bias, None if static else table)
+    operands = Operands(*positions, bias, None if static else table, key_bits)
     spec = Spec(mask, scale, soft_cap, Constant(table) if static else None, splits)
     if layout is None:
         results = []

@@ -21,6 +21,7 @@ SCOPES = ("token_and_head", "head_and_chunk", "chunk")
 # Scores count as equal if they differ by less than this fraction of |q| |summary|. Rounding of
 # float32 through some tens of layers changes them by 2^-16 of it, products of bfloat16 by 2^-12.
 TIE = 2.0**-12
+FEW = 64  # as many largest values are found by sorting
 
 
 def best_blocks(
@@ -162,10 +163,40 @@ def listed(is_chosen, count: int):
       is_chosen: bool [..., C]; at most `count` blocks of a row are chosen.
     """
     blocks = is_chosen.shape[-1]
-    numbers = jnp.where(is_chosen, jnp.arange(blocks, dtype=jnp.int32), blocks)
-    ids = -lax.top_k(-numbers, min(count, blocks))[0]
+    count = min(count, blocks)
+    if count <= FEW:
+        numbers = jnp.where(is_chosen, jnp.arange(blocks, dtype=jnp.int32), blocks)
+        ids = -lax.top_k(-numbers, count)[0]
+    else:  # the place at which the number of chosen blocks becomes 1, 2, ...
+        flat = jnp.cumsum(is_chosen, -1, dtype=jnp.int32).reshape(-1, blocks)
+        places = jnp.arange(1, count + 1, dtype=jnp.int32)
+        ids = jax.vmap(lambda x: jnp.searchsorted(x, places).astype(jnp.int32))(flat)
+        ids = ids.reshape(*is_chosen.shape[:-1], count)
     is_valid = ids < blocks
     return jnp.where(is_valid, ids, 0), is_valid
+
+
+def kth_largest(x, k: int):
+    """Returns the k-th largest of the float32 values of each row, [..., C] -> [..., 1].
+
+    Sorting is slow where k is large, on accelerators more than on CPUs. There the bits of the value
+    are found one after the other, from how many values are at least as large: 32 counts.
+    """
+    if k <= FEW:
+        return lax.top_k(x, k)[0][..., -1:]
+    x = x.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    order = jnp.where(bits >= sign, ~bits, bits | sign)  # sorted as the values are
+
+    def add_bit(number, found):
+        larger = found | (sign >> number.astype(jnp.uint32))
+        enough = (order >= larger).sum(-1, keepdims=True, dtype=jnp.int32) >= k
+        return jnp.where(enough, larger, found)
+
+    found = lax.fori_loop(0, 32, add_bit, jnp.zeros((*x.shape[:-1], 1), jnp.uint32))
+    bits = jnp.where(found >= sign, found ^ sign, ~found)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def is_best(x, count: int, exists=None, margin=0.0):
@@ -173,7 +204,7 @@ def is_best(x, count: int, exists=None, margin=0.0):
     if exists is not None:
         x = jnp.where(exists, x, -jnp.inf)
     count = min(count, x.shape[-1])
-    least = lax.top_k(x, count)[0][..., -1:]
+    least = kth_largest(x, count)
     above = x > least + margin
     equal = (x >= least - margin) & ~above & (x > -jnp.inf)
     behind = jnp.cumsum(equal[..., ::-1], -1)[..., ::-1]  # equal blocks from each on
@@ -208,3 +239,31 @@ def by_query(run: Callable[[Any], Any], arrays, elements: int):
     length = jax.tree.leaves(first)[0].shape[0]
     results = lax.map(run, first, batch_size=min(num_queries, length))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), results)
+
+
+def by_tile(run: Callable[[Any], Any], arrays, elements: int):
+    """Applies `run` to tiles of queries, one after the other: arrays [B, T, ...] -> [B, T, ...].
+
+    Unlike `by_query`, `run` has all queries of a tile, which read the keys together. The last tile
+    is filled up with zeros.
+
+    Args:
+      run: a function from arrays [B, t, ...] to arrays [B, t, ...].
+      elements: the largest arrays of `run` have so many numbers for one query of the whole batch.
+        A tile has as many queries as stay within `BUDGET` numbers, at least one.
+    """
+    length = jax.tree.leaves(arrays)[0].shape[1]
+    size = min(length, max(1, BUDGET // max(1, elements)))
+    if size == length:
+        return run(arrays)
+    tiles = -(-length // size)
+    size = -(-length // tiles)
+
+    def split(x):
+        x = jnp.pad(x, [(0, 0), (0, tiles * size - length)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(len(x), tiles, size, *x.shape[2:]).swapaxes(0, 1)
+
+    results = lax.map(run, jax.tree.map(split, arrays))
+    return jax.tree.map(
+        lambda x: x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length], results
+    )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import key_bits as bits
 from pallas_kernels.masks import Mask, by_heads
 from pallas_kernels.tables import BlockTable, namespace
 
@@ -64,6 +65,7 @@ def attention(
     bias=None,
     sinks=None,
     table: BlockTable | None = None,
+    key_bits=None,
 ):
     """Returns softmax(cap(scale q k^T) + bias) v over visible keys, and the logits' log-sum-exp.
 
@@ -75,6 +77,7 @@ def attention(
       sinks: [N] logits that only add to the denominator (and to lse).
       table: hides all blocks that it does not list, in addition to the mask; if it overflowed, all
         results are NaN.
+      key_bits: as in `flash`.
 
     Returns:
       out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]. A query that sees no key gets out 0,
@@ -92,6 +95,8 @@ def attention(
         logits = logits + (bias(*indices) if callable(bias) else bias)
     positions = q_index, k_index, q_segments, k_segments
     seen = visibility(mask, *positions, heads=heads, table=table)
+    if key_bits is not None:
+        seen = seen & bits.unpack(key_bits)[:, None, :, :s]
     weights, lse = _softmax(logits, seen, sinks)
     out = products("BNTS,BSNH->BTNH", weights, _every_head(v, heads)).astype(q.dtype)
     lse = lse.swapaxes(1, 2)

@@ -7,11 +7,14 @@ a query reads.
 from __future__ import annotations
 
 import abc
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.base import AttentionMetadata, Pass, rotate_qk
@@ -19,7 +22,7 @@ from lcjax.attention.cache import FullCache, LayerCache
 from lcjax.attention.indexer import DistilledPattern, kl_divergence, log_softmax, logits
 from lcjax.attention.on_devices import DocumentTokens, on_devices
 from lcjax.errors import PositiveInt
-from pallas_kernels import causal, gather, window
+from pallas_kernels import causal, flash, gather, key_bits, window
 
 
 class Entries(NamedTuple):
@@ -30,25 +33,27 @@ class Entries(NamedTuple):
     segments: Int[Array, "B C"]  # document; 0 or less: there is no such entry
     of_keys: Int[Array, "B S"] | None = None  # the entry of each key, C for none; None: its own
 
-    def visible_to(self, query: DocumentTokens) -> Bool[Array, "B C"]:
-        """Returns which entries end at or before one token [B] of each row."""
-        segments = query.segments[:, None]
-        same = (self.segments == segments) & (segments != 0)
-        return same & (self.last <= query.index[:, None])
+    def visible_to(self, queries: DocumentTokens) -> Bool[Array, "B T C"]:
+        """Returns which entries end at or before each query."""
+        segments = queries.segments[..., None]
+        same = (self.segments[:, None] == segments) & (segments != 0)
+        return same & (self.last[:, None] <= queries.index[..., None])
 
-    def keys_of(self, is_chosen: Bool[Array, "B C"]) -> Bool[Array, "B S"]:
+    def keys_of(self, is_chosen: Bool[Array, "B T C"]) -> Bool[Array, "B T S"]:
         """Returns which keys are in a chosen entry."""
         if self.of_keys is None:
             return is_chosen
-        is_chosen = jnp.pad(is_chosen, [(0, 0), (0, 1)])
-        return jnp.take_along_axis(is_chosen, self.of_keys, axis=1)
+        is_chosen = jnp.pad(is_chosen, [(0, 0), (0, 0), (0, 1)])
+        return jnp.take_along_axis(is_chosen, self.of_keys[:, None], axis=2)
 
-    def sums(self, x: Float[Array, "B S"]) -> Float[Array, "B C"]:
+    def sums(self, x: Float[Array, "B T S"]) -> Float[Array, "B T C"]:
         """Returns the sums of x over the keys of each entry."""
         if self.of_keys is None:
             return x
-        zeros = jnp.zeros(self.last.shape, x.dtype)
-        return zeros.at[jnp.arange(len(x))[:, None], self.of_keys].add(x, mode="drop")
+        zeros = jnp.zeros((*x.shape[:2], self.last.shape[1]), x.dtype)
+        rows, queries = np.ogrid[: x.shape[0], : x.shape[1]]
+        at = rows[..., None], queries[..., None], self.of_keys[:, None]
+        return zeros.at[at].add(x, mode="drop")
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,9 @@ class ChosenKeys(DistilledPattern):
     The features of a query are `index` [I, J] and `weight` [I]; the score of an entry is the sum
     over index heads of w relu(q k), in float32.
 
-    Attention over chosen keys runs in XLA, for some queries at a time. It copies the chosen keys
-    of each query where they are at most an eighth of all keys, and else masks the others.
+    The choice is a bit of each query and key (`pallas_kernels.key_bits`), for a tile of queries at
+    a time, and attention visits the blocks of keys in which a query has chosen one. Queries whose
+    chosen keys are fewer than all keys, such as a generated token, copy theirs.
     """
 
     heads: PositiveInt = 16  # I, index heads
@@ -127,72 +133,137 @@ class ChosenKeys(DistilledPattern):
         q, k = rotate_qk(q, k, metadata)
         keys = keys.with_segments()
         entries = self.entries(keys, metadata)
-        copies = 8 * self.num_read <= k.shape[1]
-
-        @jax.checkpoint
-        def of_query(arrays):
-            q, features, query = arrays
-            is_chosen = self._is_chosen(features, entries, entries.visible_to(query))
-            is_read = entries.keys_of(is_chosen) | self.always_reads(query, keys)
-            if copies:
-                ids, is_key = gather.listed(is_read, self.num_read)
-                pair = (jnp.take_along_axis(x, ids[..., None, None], axis=1) for x in (k, v))
-                return _attention(q, *pair, is_key, metadata.soft_cap)
-            return _attention(q, k, v, is_read, metadata.soft_cap)
-
-        size, read = k.shape[1], self.num_read
-        elements = self.heads * size + q.shape[2] * (read if copies else size)
-        elements += 2 * read * k.shape[2] * k.shape[3] if copies else 0
+        (rows, length), size = q.shape[:2], k.shape[1]
+        is_read = functools.partial(self._is_read, entries, keys)
+        options = {"soft_cap": metadata.soft_cap, "implementation": metadata.implementation}
         arrays = q, metadata.features.queries, queries.with_segments()
-        with jax.named_scope("attention"):
-            return gather.by_query(of_query, arrays, len(q) * elements)
+        if length * self.num_read < size:
+            with jax.named_scope("attention"):
+                ids, is_key = gather.listed(is_read(arrays[1:]), self.num_read)
+                return _attend_to_copies(q, k, v, ids, is_key, metadata.soft_cap)
 
-    def always_reads(self, query: DocumentTokens, keys: DocumentTokens) -> Bool[Array, "#B #S"]:
-        """Returns which keys one token [B] of each row reads without a choice: here none."""
-        del query, keys
-        return jnp.zeros((1, 1), bool)
+        def of_tile(arrays):
+            q, *tokens = arrays
+            with jax.named_scope("choose"):
+                bits = gather.by_tile(
+                    lambda tokens: key_bits.pack(is_read(tokens)), tuple(tokens), rows * size
+                )
+            with jax.named_scope("attention"):
+                return flash(q, k, v, key_bits=bits, **options)[0]
+
+        words = -(-size // key_bits.BITS)
+        if rows * length * words > gather.BUDGET:  # the backward pass chooses again
+            of_tile = jax.checkpoint(of_tile)
+        return gather.by_tile(of_tile, arrays, rows * words)
+
+    def always_reads(
+        self, queries: DocumentTokens, keys: DocumentTokens
+    ) -> Bool[Array, "B T S"] | None:
+        """Returns which keys queries read without a choice; None: none."""
+        del queries, keys
+        return None
+
+    def _is_read(
+        self,
+        entries: Entries,
+        keys: DocumentTokens,
+        tokens: tuple[dict[str, Float[Array, "B T ..."]], DocumentTokens],
+    ) -> Bool[Array, "B T S"]:
+        """Returns which keys the queries of a tile read, given their features and tokens."""
+        features, queries = lax.stop_gradient(tokens)
+        is_chosen = self._is_chosen(features, entries, entries.visible_to(queries))
+        is_read, always = entries.keys_of(is_chosen), self.always_reads(queries, keys)
+        return is_read if always is None else is_read | always
 
     def _divergence(self, q, k, v, queries, keys, metadata, axis):
-        q, k = map(jax.lax.stop_gradient, rotate_qk(q, k, metadata))
+        q, k = map(lax.stop_gradient, rotate_qk(q, k, metadata))
         entries = self.entries(keys.with_segments(), metadata)
+        rows, size = len(q), k.shape[1]
+        devices = 1 if axis is None else lax.axis_size(axis)
 
         @jax.checkpoint
-        def of_query(arrays):
-            q, features, query = arrays
-            visible = entries.visible_to(query)
-            if not self.reads_all(k.shape[1]):
+        def of_tile(arrays):
+            q, features, queries = arrays
+            visible = entries.visible_to(queries)
+            if not self.reads_all(size):
                 visible = self._is_chosen(features, entries, visible)
-            x = logits(q, k, metadata.soft_cap)
-            of_keys = entries.keys_of(visible)[:, None, None]
-            teacher = entries.sums(jnp.exp(log_softmax(x, of_keys)).sum((1, 2)))
-            teacher = teacher if axis is None else jax.lax.psum(teacher, axis)
-            num_heads = q.shape[1] * (1 if axis is None else jax.lax.axis_size(axis))
-            return kl_divergence(teacher / num_heads, _scores(features, entries), visible)
+            of_keys = entries.keys_of(visible)
+            teacher = entries.sums(_probabilities(q, k, of_keys, metadata.soft_cap))
+            teacher = teacher if axis is None else lax.psum(teacher, axis)
+            teacher /= q.shape[2] * devices
+            return kl_divergence(teacher, _scores(features, entries), visible)
 
-        elements = len(q) * k.shape[1] * (self.heads + q.shape[2])
         arrays = q, metadata.features.queries, queries.with_segments()
         with jax.named_scope("divergence"):
-            return gather.by_query(of_query, arrays, elements)
+            return gather.by_tile(of_tile, arrays, 4 * rows * size)
 
     def _is_chosen(
         self,
-        features: dict[str, Float[Array, "B ..."]],
+        features: dict[str, Float[Array, "B T ..."]],
         entries: Entries,
-        visible: Bool[Array, "B C"],
-    ) -> Bool[Array, "B C"]:
-        """Returns which of the visible entries a query of each row chooses."""
-        features, entries = jax.lax.stop_gradient((features, entries))
+        visible: Bool[Array, "B T C"],
+    ) -> Bool[Array, "B T C"]:
+        """Returns which of the visible entries each query chooses."""
+        features, entries = lax.stop_gradient((features, entries))
         bound = (jnp.abs(features["weight"]) * gather.lengths(features["index"])).sum(-1)
-        bound *= jnp.where(visible, gather.lengths(entries.vectors), 0).max(-1)
-        margin = gather.tie(entries.vectors.dtype) * bound[:, None]
+        bound *= jnp.where(visible, gather.lengths(entries.vectors)[:, None], 0).max(-1)
+        margin = gather.tie(entries.vectors.dtype) * bound[..., None]
         return gather.is_best(_scores(features, entries), self.num_chosen, visible, margin)
 
 
-def _scores(features: dict[str, Float[Array, "B ..."]], entries: Entries) -> Float[Array, "B C"]:
-    """Returns the indexer's scores of all entries for one query of each row."""
+def _scores(
+    features: dict[str, Float[Array, "B T ..."]], entries: Entries
+) -> Float[Array, "B T C"]:
+    """Returns the indexer's scores of all entries, one index head after the other."""
     vectors = entries.vectors.astype(features["index"].dtype)
-    products = gather.einsum("BIJ,BCJ->BIC", features["index"], vectors)
-    return (jax.nn.relu(products) * features["weight"][..., None]).sum(1)
+
+    @jax.checkpoint
+    def add(total, head):
+        query, weight = head
+        products = gather.einsum("BTJ,BCJ->BTC", query, vectors)
+        return total + jax.nn.relu(products) * weight[..., None], None
+
+    heads = jnp.moveaxis(features["index"], 2, 0), jnp.moveaxis(features["weight"], 2, 0)
+    zeros = jnp.zeros((*heads[1].shape[1:], vectors.shape[1]))
+    return lax.scan(add, zeros, heads)[0]
+
+
+def _probabilities(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    visible: Bool[Array, "B T S"],
+    soft_cap: float | None,
+) -> Float[Array, "B T S"]:
+    """Returns the sum over heads of their softmax over visible keys, one head after the other."""
+    group, by_head = q.shape[2] // k.shape[2], jnp.moveaxis(k.astype(q.dtype), 2, 0)
+
+    def add(total, head):
+        q, number = head
+        x = gather.einsum("BTH,BSH->BTS", q, by_head[number // group]) * q.shape[-1] ** -0.5
+        x = x if soft_cap is None else soft_cap * jnp.tanh(x / soft_cap)
+        return total + jnp.exp(log_softmax(x, visible)), None
+
+    heads = jnp.moveaxis(q, 2, 0), jnp.arange(q.shape[2])
+    return lax.scan(add, jnp.zeros(visible.shape), heads)[0]
+
+
+def _attend_to_copies(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
+    ids: Int[Array, "B T M"],
+    is_key: Bool[Array, "B T M"],
+    soft_cap: float | None,
+) -> Float[Array, "B T N Hv"]:
+    """Returns attention to copies of the keys with these numbers; 0 if there are none."""
+
+    def of_query(arrays):
+        q, ids, is_key = arrays
+        pair = (jnp.take_along_axis(x, ids[..., None, None], axis=1) for x in (k, v))
+        return _attention(q, *pair, is_key, soft_cap)
+
+    elements = len(q) * ids.shape[-1] * (q.shape[2] + 2 * k.shape[2] * k.shape[3])
+    return gather.by_query(of_query, (q, ids, is_key), elements)
 
 
 def _attention(

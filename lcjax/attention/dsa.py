@@ -44,9 +44,6 @@ class DSA(ChosenKeys):
     `dense` is false and all weights are trained: the model by its own loss, the indexer by the
     divergence over the chosen keys alone (eq. 3 and 4). Neither loss has a gradient for the other
     part, since the indexer reads hidden states without a gradient.
-
-    Attention over chosen keys runs in XLA, for some queries at a time. It copies the chosen keys
-    of each query where they are at most an eighth of all keys, and else masks the others.
     """
 
     examples = (

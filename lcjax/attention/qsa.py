@@ -106,6 +106,9 @@ class QSA(ChosenKeys):
         last = (runs.numbers + 1) * self.run - 1
         return Entries(vectors, last, runs.segments, of_keys)
 
-    def always_reads(self, query, keys):
-        first = (query.index + 1) // self.run * self.run
-        return keys.visible_to(query) & (keys.index >= first[:, None])
+    def always_reads(self, queries, keys):
+        first = (queries.index + 1) // self.run * self.run
+        segments = queries.segments[..., None]
+        same = (keys.segments[:, None] == segments) & (segments != 0)
+        of_keys = keys.index[:, None]
+        return same & (of_keys <= queries.index[..., None]) & (of_keys >= first[..., None])

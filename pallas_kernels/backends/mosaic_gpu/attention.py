@@ -173,7 +173,7 @@ def unsupported(q, k, v, operands, spec) -> str | None:
         return f"{tiles} tiles of {q.shape[2]} heads are more than a grid's {LARGEST_GRID}"
     if operands.bias is not None:
         return "these kernels add no bias to the logits"
-    if (reason := unsupported_mask(spec)) is not None:
+    if (reason := unsupported_mask(operands, spec)) is not None:
         return reason
     return unsupported_blocks(q, k, user_table(operands, spec), ROWS)
 

@@ -221,7 +221,7 @@ def unsupported(q, k, v, operands, spec) -> str | None:
     if max(q.shape[-1], v.shape[-1]) > LARGEST_HEAD:
         largest = max(q.shape[-1], v.shape[-1])
         return f"the head size {largest} is above {LARGEST_HEAD}: a step would not fit into VMEM"
-    if (reason := unsupported_mask(spec)) is not None:
+    if (reason := unsupported_mask(operands, spec)) is not None:
         return reason
     if _relative(operands) and operands.bias.table.shape[0] > MAX_LEVELS:
         buckets = operands.bias.table.shape[0]

@@ -95,7 +95,7 @@ def unsupported(q, k, v, operands, spec) -> str | None:
         return reason
     if is_quantised(k, v) and not _packs(q, k, operands, spec):
         return f"codes are read where at most {PACKED} rows share a key head, without a bias"
-    if (reason := unsupported_mask(spec)) is not None:
+    if (reason := unsupported_mask(operands, spec)) is not None:
         return reason
     if operands.bias is not None and not isinstance(operands.bias, Alibi):
         return "these kernels support only linear biases (Alibi)"

@@ -64,7 +64,7 @@ def _loop(kernel: str, q, k, operands: Operands, spec: Spec, blocks: BlockSizes)
     """Returns the loop of a pass; `kernel` is its name in the report of `explain`."""
     t, s = q.shape[1], k.shape[1]
     given = user_table(operands, spec)
-    tiling = tiles.make_tiling(q, k, blocks, given)
+    tiling = tiles.make_tiling(q, k, blocks, given, operands.key_bits is not None)
     table = tiles.block_table(operands, spec, t, s, tiling)
     has_user_table = given is not None
     report(
@@ -274,9 +274,9 @@ def _group_operands(k, operands: Operands, spec: Spec) -> Operands:
 
 
 def _splits_keys(k, operands: Operands, spec: Spec) -> bool:
-    """Returns whether keys are split; they are not under a caller's table of blocks of all keys."""
+    """Returns whether keys are split: not if a caller's table or bits are those of all keys."""
     has_parts = spec.splits is not None and min(spec.splits, k.shape[1]) > 1
-    return has_parts and user_table(operands, spec) is None
+    return has_parts and user_table(operands, spec) is None and operands.key_bits is None
 
 
 def _split_forward(run, q, k, v, operands: Operands, spec: Spec):

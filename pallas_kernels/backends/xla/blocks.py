@@ -9,6 +9,7 @@ matrix: keys are never repeated, and every product is one batched matrix product
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import key_bits
 from pallas_kernels.dispatch import (
     Operands,
     Spec,
@@ -93,12 +95,13 @@ class Tiling(NamedTuple):
         return self.batch_chunks * self.head_chunks
 
 
-def make_tiling(q, k, blocks: BlockSizes, table=None) -> Tiling:
+def make_tiling(q, k, blocks: BlockSizes, table=None, has_bits: bool = False) -> Tiling:
     """Returns the tiling of q [B, T, N, H] and k [B, S, K, H]; a caller's table sets its blocks.
 
-    Rows or heads whose tables differ are separate chunks. Blocks of codes are whole entries.
+    Rows or heads whose tables differ are separate chunks. Blocks of codes are whole entries, and
+    those of keys with `key_bits` whole words.
     """
-    unit = getattr(k, "slots_per_entry", 1)
+    unit = math.lcm(getattr(k, "slots_per_entry", 1), key_bits.BITS if has_bits else 1)
     (b, t, n), (s, heads) = q.shape[:3], k.shape[1:3]
     group, batch, chunk_heads = n // heads, b, heads
     if table is None:
@@ -184,6 +187,7 @@ class Positions(NamedTuple):
     k_index: jax.Array
     q_segments: jax.Array | None
     k_segments: jax.Array | None
+    key_bits: jax.Array | None  # [blocks of queries, B, rows of a block, words of all keys]
 
 
 def positions(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) -> Positions:
@@ -201,7 +205,22 @@ def positions(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) ->
         _blocks(k_index, tiling.nk, tiling.bk, mode="edge"),
         _blocks(q_segments, tiling.nq, tiling.bq, mode="edge"),
         _blocks(k_segments, tiling.nk, tiling.bk, mode="constant"),
+        _bits_by_block(operands.key_bits, tiling),
     )
+
+
+def _bits_by_block(bits, tiling: Tiling):
+    if bits is None:
+        return None
+    bits = _padded_bits(bits, tiling)
+    return jnp.moveaxis(bits.reshape(len(bits), tiling.nq, tiling.bq, -1), 1, 0)
+
+
+def _padded_bits(bits, tiling: Tiling):
+    """Returns words [B, nq * bq, nk * bk / 32] of whole blocks."""
+    bits = pad(jnp.asarray(bits), tiling.nq * tiling.bq)
+    more = tiling.nk * tiling.bk // key_bits.BITS - bits.shape[2]
+    return jnp.pad(bits, [(0, 0), (0, 0), (0, more)])
 
 
 def _blocks(x, count: int, size: int, mode: str):
@@ -344,6 +363,8 @@ def block_table(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) 
     The arrays are constants if all inputs of the table are.
     """
     batch = max((x.shape[0] for x in operands[:4] if x is not None), default=1)
+    if operands.key_bits is not None:
+        return _joint(operands, spec, t, s, tiling)
     if user_table(operands, spec) is not None or batch == 1 or tiling.batch == 1:
         return visible_blocks(operands, spec, t, s, tiling.bq, tiling.bk)
     return _joint(operands, spec, t, s, tiling)
@@ -357,7 +378,13 @@ def _joint(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) -> Bl
     q = block_bounds(q_index, q_segments, t, tiling.bq).take(lambda x: x[:, :, None])
     k = block_bounds(k_index, k_segments, s, tiling.bk, is_padded=True).take(lambda x: x[:, None])
     shape = tiling.batch_chunks, tiling.batch, 1, tiling.nq, tiling.nk
-    visible, full = (x.reshape(shape) for x in block_visibility(spec.mask, q, k))
+    visible, full = block_visibility(spec.mask, q, k)
+    if operands.key_bits is not None:
+        words = _padded_bits(operands.key_bits, tiling)
+        words = words.reshape(len(words), tiling.nq, tiling.bq, tiling.nk, -1)
+        visible = visible & (words != 0).any((2, 4))
+        full = visible & False
+    visible, full = visible.reshape(shape), full.reshape(shape)
     return from_block_mask(visible.any(1), full=full.all(1), q_block=tiling.bq, k_block=tiling.bk)
 
 
@@ -372,6 +399,11 @@ def visible(mask: Mask, positions: Positions, tiling: Tiling, chunk, i, j):
     if positions.q_segments is not None:
         q, k = of_block(positions.q_segments, positions.k_segments)
         seen = seen & (q == k) & (k != 0)
+    if positions.key_bits is not None:
+        words, size = rows_of(take(positions.key_bits, i), tiling, chunk), tiling.bk
+        size //= key_bits.BITS
+        words = lax.dynamic_slice_in_dim(words, j * size, size, axis=2)
+        seen = seen & key_bits.unpack(words)
     return jnp.repeat(seen, tiling.group, axis=1)[:, None]
 
 

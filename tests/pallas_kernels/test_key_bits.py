@@ -1,0 +1,146 @@
+"""Keys that each query chooses by itself: attention to them, and the choice of the best."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import causal, dispatch, flash, gather, key_bits, reference
+from pallas_kernels.backends.xla import blocks
+from pallas_kernels.tables import from_block_mask
+
+
+def inputs(batch, queries, keys, heads, kv_heads, size, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [(batch, queries, heads, size), *[(batch, keys, kv_heads, size)] * 2]
+    q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    visible = rng.random((batch, queries, keys)) < 0.2
+    visible[0, 1] = False  # a query that sees nothing
+    visible[:, :, 40:100] = False
+    return q, k, v, jnp.asarray(visible)
+
+
+@pytest.mark.parametrize("keys", [1, 31, 32, 33, 70])
+def test_words_hold_the_bits_of_their_keys(keys):
+    visible = np.random.default_rng(keys).random((2, 3, keys)) < 0.5
+    words = key_bits.pack(jnp.asarray(visible))
+    assert words.dtype == jnp.uint32 and words.shape == (2, 3, -(-keys // 32))
+    np.testing.assert_array_equal(key_bits.unpack(words)[..., :keys], visible)
+    assert not np.any(key_bits.unpack(words)[..., keys:])
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 37, 37, 4, 2, 8), {"mask": causal()}),
+        ((3, 5, 131, 6, 2, 16), {"soft_cap": 3.0}),
+        ((1, 300, 1111, 2, 1, 8), {}),
+        pytest.param((2, 600, 2500, 4, 4, 8), {"soft_cap": 2.0}, marks=pytest.mark.slow),
+    ],
+)
+def test_values_and_gradients_are_those_of_a_dense_mask(shape, options):
+    q, k, v, visible = inputs(*shape)
+    segments = {}
+    if shape[1] == shape[2]:
+        ids = jnp.asarray(np.repeat([1, 2, 0], [20, 10, 7])[None].repeat(2, 0))
+        segments = {"q_segments": ids, "k_segments": ids}
+    bits = key_bits.pack(visible)
+    rng = np.random.default_rng(5)
+    weights = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in (q.shape, q.shape[:3])]
+
+    def run(implementation, q, k, v):
+        out, lse = flash(
+            q, k, v, key_bits=bits, implementation=implementation, **options, **segments
+        )
+        total = (out * weights[0]).sum() + (jnp.where(lse > -jnp.inf, lse, 0) * weights[1]).sum()
+        return total, (out, lse)
+
+    results = [
+        jax.jit(jax.value_and_grad(functools.partial(run, name), (0, 1, 2), has_aux=True))(q, k, v)
+        for name in (None, "reference")
+    ]
+    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=3e-5)
+    # The oracle has the dense mask itself, not its bits.
+    mask = options.get("mask")
+    scores = reference.products("BTNH,BSNH->BNTS", q, jnp.repeat(k, shape[3] // shape[4], 2))
+    scores *= shape[-1] ** -0.5
+    if cap := options.get("soft_cap"):
+        scores = cap * jnp.tanh(scores / cap)
+    seen = np.asarray(visible)
+    if mask is not None:
+        ids = np.asarray(ids)
+        seen = seen & np.tri(shape[1], dtype=bool) & (ids[:, :, None] == ids[:, None])
+        seen = seen & (ids > 0)[:, None]
+    p = jnp.exp(jnp.where(seen[:, None], scores, -jnp.inf))
+    want = reference.products("BNTS,BSNH->BTNH", p, jnp.repeat(v, shape[3] // shape[4], 2))
+    want = want / jnp.maximum(p.sum(-1), 1e-30).swapaxes(1, 2)[..., None]
+    np.testing.assert_allclose(results[0][0][1][0], want, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_without_chosen_keys_are_not_visited():
+    q, k, *_ = inputs(2, 1024, 4096, 2, 1, 8)
+    visible = np.zeros((2, 1024, 4096), bool)
+    visible[0, 600, 3000] = visible[1, 3, 5] = True
+    operands = dispatch.Operands(key_bits=key_bits.pack(jnp.asarray(visible)))
+    sizes = blocks.BlockSizes(q=512, k=512, rule="test")
+    tiling = blocks.make_tiling(q, k, sizes, has_bits=True)
+    table = blocks.block_table(operands, dispatch.Spec(causal(), 1.0), 1024, 4096, tiling)
+    seen = np.zeros((1, 1, 2, 8), bool)
+    seen[0, 0, 0, 0] = True  # key 3000 is behind query 600
+    want = from_block_mask(seen, q_block=512, k_block=512)
+    np.testing.assert_array_equal(table.seen, want.seen)
+    assert not np.any(table.full)
+
+
+def test_wrong_input_names_the_way_out():
+    q, k, v, visible = inputs(1, 8, 70, 2, 1, 8)
+    with pytest.raises(ValueError, match=r"bool \(1, 8, 70\), must be uint32 \(1, 8, 3\).*pack"):
+        flash(q, k, v, key_bits=visible)
+    table = from_block_mask(np.ones((1, 1), bool), q_block=8, k_block=70)
+    with pytest.raises(ValueError, match="key_bits stand alone"):
+        flash(q, k, v, key_bits=key_bits.pack(visible), table=table)
+
+
+@pytest.mark.parametrize("k", [1, 70, 250, 300])
+def test_the_kth_largest_value_is_that_of_a_sort(k):
+    rng = np.random.default_rng(k)
+    x = rng.normal(size=(3, 2, 300)).astype(np.float32)
+    x[0, 0, :200] = x[0, 1, 3]  # equal values
+    x[1, 0] = np.where(rng.random(300) < 0.5, -np.inf, x[1, 0])
+    x[1, 1] = 0.0
+    x[1, 1, ::2] = -0.0
+    x[2, 0, :3] = np.inf, -3e38, 1e-45
+    want = np.sort(x, -1)[..., ::-1][..., k - 1 : k]
+    np.testing.assert_array_equal(jax.jit(gather.kth_largest, static_argnums=1)(x, k), want)
+
+
+@pytest.mark.parametrize("count", [5, 100, 400])
+def test_the_best_are_listed_in_order(count):
+    rng = np.random.default_rng(count)
+    x = rng.normal(size=(4, 300)).astype(np.float32)
+    exists = rng.random((4, 300)) < np.array([[1.0], [0.5], [0.01], [0.0]])
+    ids, is_valid = jax.jit(gather.best, static_argnums=1)(x, count, exists)
+    assert ids.shape == (4, min(count, 300))
+    for row in range(4):
+        want = np.argsort(-np.where(exists[row], x[row], -np.inf), kind="stable")
+        want = np.sort(want[: min(count, exists[row].sum())])
+        np.testing.assert_array_equal(ids[row][is_valid[row]], want)
+        assert not np.any(ids[row][~is_valid[row]])
+
+
+def test_tiles_of_queries_give_what_all_queries_give(monkeypatch):
+    monkeypatch.setattr(gather, "BUDGET", 40)
+    x = jnp.arange(2 * 23 * 3.0).reshape(2, 23, 3)
+    sizes = []
+
+    def run(arrays):
+        sizes.append(arrays["x"].shape[1])
+        return arrays["x"] * 2, arrays["y"]
+
+    doubled, same = gather.by_tile(run, {"x": x, "y": x[..., 0]}, 8)
+    np.testing.assert_array_equal(doubled, 2 * x)
+    np.testing.assert_array_equal(same, x[..., 0])
+    assert set(sizes) == {5}
