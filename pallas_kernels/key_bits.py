@@ -5,8 +5,12 @@ Bit s % 32 of word s // 32 belongs to key s.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, UInt32
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, UInt32
 
 BITS = 32  # of a word
 

@@ -1,16 +1,18 @@
-"""Native sparse attention (Yuan et al. 2025, arXiv 2502.11089), as flash-linear-attention has it.
+"""Native sparse attention (Yuan et al. 2025, arXiv 2502.11089), with means as compressed keys.
 
-Letters: C complete blocks of keys, R = 3 branches, m chosen blocks.
+Letters: C strides of keys, R = 3 branches.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from lcjax.attention.base import (
     AttentionMetadata,
@@ -24,9 +26,10 @@ from lcjax.attention.base import (
 )
 from lcjax.attention.cache import LayerCache
 from lcjax.attention.causal import Causal
-from lcjax.attention.chosen_blocks import Blocks, ChosenBlocks, complete_blocks, group_scores
+from lcjax.attention.chosen_blocks import Blocks, complete_blocks
 from lcjax.attention.on_devices import DocumentTokens, on_devices
 from lcjax.attention.pages import PagedCache
+from lcjax.attention.windows import ChosenByWindows
 from lcjax.errors import PositiveInt, Range
 from lcjax.rope.rotation import no_rotation
 from pallas_kernels import causal, gather, stride, window
@@ -36,22 +39,29 @@ _BRANCHES = ("compressed", "chosen", "window")  # the order of their gates
 
 @Pattern.register_subclass("nsa")
 @dataclass(frozen=True)
-class NSA(ChosenBlocks):
-    """A token sees means of past blocks, blocks that it chooses by them, and the nearest tokens.
+class NSA(ChosenByWindows):
+    """A token sees means of past keys, blocks that it chooses by them, and the nearest tokens.
 
     Each of the three is a branch with a softmax of its own, and a gate of each query head and token
     weights its output, in float32:
 
         out = sum over branches of scale sigmoid(W x) attention.
 
-    Blocks of `block` tokens count from the first token of a document. The branch of compressed
-    blocks reads the mean of the rotated keys and the mean of the values of every block that ends at
-    the token or before it. The branch of chosen blocks reads `top_k` whole blocks: the first one,
-    the token's own up to itself, the one before that, and those with the best scores, where the
-    score is the sum over the query heads of a key head of their probabilities in the first branch.
-    They choose together. Scores that differ by no more than their rounding error count as equal,
-    and of equal blocks the later ones are read. The third branch reads the last `window` tokens,
-    the token itself included. The choice has no gradient.
+    The compressed branch reads the means of the rotated keys and of the values of windows. A window
+    is `kernel` tokens, one begins every `stride` tokens of a document, and a token reads those that
+    end at the token or before it (eq. 7). By default windows are the blocks, as in
+    flash-linear-attention; those of the paper overlap, with `kernel` 32 and `stride` 16.
+
+    Blocks of `block` tokens count from the first token of a document. The branch of chosen blocks
+    reads `top_k` whole blocks: the first one, the token's own up to itself, the one before that,
+    and those with the best scores, for the query heads of a key head together (eq. 9 and 10):
+
+        p[c] = sum over these heads of the probability of window c in the compressed branch,
+        score[j] = sum over windows c of p[c] times the number of strides that c and block j share.
+
+    Scores that differ by no more than their rounding error count as equal, and of equal blocks the
+    later ones are read. The choice has no gradient. The third branch reads the last `window`
+    tokens, the token itself included.
 
     At the start W is 0, and the scales of the branches are 0, 2 and 0. So the gates are 0, 1 and 0,
     and a dense model is unchanged in texts of up to `block` x `top_k` tokens. Model and gates learn
@@ -60,22 +70,27 @@ class NSA(ChosenBlocks):
     model lost much (RULER 59.9 for 84.3 at 32K tokens); theirs has the paper's separate keys and
     values, and begins with other gates.
 
-    Not here is what the paper has and flash-linear-attention has not: keys and values of their own
-    for each branch, compression of overlapping windows by a trained network, and scores of blocks
-    from those windows. Its models have not been published.
+    Not here are the paper's own keys and values of each branch, and its trained network that
+    compresses a window with the positions of tokens in it: compression is a mean. The paper's
+    models have not been published.
     """
 
     examples = (
         {"block": 8, "top_k": 4, "window": 12},
         {"block": 5, "top_k": 3, "window": 3},
+        {"block": 6, "top_k": 3, "window": 5, "kernel": 4, "stride": 2},
     )
     setting: ClassVar[str] = "model.pattern.type=nsa"
-    chooses_by_query_head: ClassVar[bool] = False
+    first: ClassVar[int] = 1
     local: ClassVar[int] = 1
 
     block: PositiveInt = 64  # tokens
     # Blocks that the second branch reads, with the first one, the own one and the one before it
     top_k: Annotated[int, Range(3)] = 16
+    # Tokens of a window of the first branch, and from the start of one to that of the next. None:
+    # as `block`; a number as default would not divide other blocks.
+    kernel: PositiveInt | None = None
+    stride: PositiveInt | None = None
     window: PositiveInt = 512  # tokens of the third branch, the token itself included
 
     @property
@@ -102,14 +117,17 @@ class NSA(ChosenBlocks):
         """Returns passes over as many keys as the branches read."""
         if self.reads_all(metadata.k_positions.shape[1]):
             return super().passes(metadata)
-        near = self._near_mask(self.top_k - 1 + -(-self.window // self.block))
-        masks = near, causal() & stride(self.block) & ~near
+        local = self.top_k - 1 + -(-self.window // self.block)
+        # The second mask shows one key for each window before `near`. For the windows within `near`
+        # it has these additional blocks, which hide windows, too.
+        near = self._near_mask(local + local // max(self.kernel_stride - 1, 1))
+        masks = near, causal() & stride(self.kernel_stride) & ~near
         return [Pass(metadata.q_positions, metadata.k_positions, mask) for mask in masks]
 
-    def choice_flops(self, layer, length, keys):
-        if self.reads_all(length):
-            return 0.0
-        return 2 * layer.num_heads * layer.head_dim * keys / self.block
+    def pool(self, overlapping):
+        """Returns log of the sum of p times the number of shared strides (eq. 9)."""
+        weighted = (log_p + math.log(shared) for shared, log_p in overlapping)
+        return functools.reduce(jnp.logaddexp, weighted)
 
     def features(self, parameters, x, q, k, metadata):
         logits = gather.einsum("BTD,DNR->BTNR", x, parameters["branch_gate"])
@@ -135,7 +153,7 @@ class NSA(ChosenBlocks):
             chosen = super()._attend(q, k, v, queries, keys, metadata, axis)
         nearest = branch(causal() & window(self.window))
         compressed = jnp.zeros_like(chosen)
-        if k.shape[1] >= self.block:
+        if k.shape[1] >= self.kernel_size:
             compressed = self._attend_to_means(q, k, v, queries, keys, metadata)
         gates = metadata.features.queries["gates"]
         return gated_sum(gates, compressed, chosen, nearest).astype(q.dtype)
@@ -149,81 +167,35 @@ class NSA(ChosenBlocks):
         keys: DocumentTokens,
         metadata: AttentionMetadata,
     ) -> Float[Array, "B T N Hv"]:
-        """Computes the branch of compressed blocks; 0 for tokens before the end of the first."""
-        blocks = complete_blocks(keys, self.block)
-        ends = self._ends(blocks.numbers)
+        """Computes the branch of means; 0 for tokens before the end of the first window."""
+        strides = complete_blocks(keys, self.kernel_stride)
+        ends = self.window_ends(strides.numbers)
         metadata = metadata.replace(
             k_positions=ends,
             k_index=ends,
             q_segments=queries.with_segments().segments,
-            k_segments=jnp.maximum(blocks.segments, 0),
+            k_segments=jnp.where(self.is_window(strides), strides.segments, 0),
         )
         with jax.named_scope("compress"):
-            k, v = (_means(blocks, x) for x in (k, v))
+            k, v = (self.window_means(_means(strides, x)) for x in (k, v))
         one = Pass(metadata.q_positions, ends, causal())
         return partial_attention(q, k, v, one, metadata)[0]
 
-    def _ends(self, numbers: Int[Array, "B C"]) -> Int[Array, "B C"]:
-        """Returns the order indices of the last tokens of blocks with these numbers."""
-        return (numbers + 1) * self.block - 1
-
-    def choose(self, q, k, queries, keys, blocks, metadata):
-        means = blocks.means(k).astype(k.dtype)  # as a cache keeps them
-        ends = self._ends(blocks.numbers)
-
-        def best(q, query, is_candidate):
-            visible = (blocks.segments == query.segments[:, None]) & (ends <= query.index[:, None])
-            return self._best(q, means, blocks.numbers, visible, is_candidate)
-
-        elements = q.shape[0] * q.shape[2] * means.shape[1]
-        return self.choose_by_query(best, q, queries, blocks, elements)
-
-    def _best(
-        self,
-        q: Float[Array, "B N H"],
-        means: Float[Array, "B C K H"],
-        numbers: Int[Array, "B C"],
-        visible: Bool[Array, "B C"],
-        is_candidate: Bool[Array, "B C"],
-    ) -> tuple[Int[Array, "B K m"], Bool[Array, "B K m"]]:
-        """Returns the best past blocks of a query in each row, and whether each is one.
-
-        Args:
-          q: rotated queries.
-          means: mean keys of blocks.
-          numbers: those of the blocks in their document.
-          visible: blocks whose means the query compares.
-          is_candidate: blocks that the query may choose.
-        """
-        lengths = gather.lengths(means)
-        scores, margin = group_scores(q, means, lengths, visible)
-        scores = jnp.where((numbers == 0)[:, None], jnp.inf, scores)
-        return gather.best(scores, self.num_chosen, is_candidate[:, None], margin)
-
-    # The choice of a generated token, for `PagedCache`
+    # The means that a generated token reads, for `BranchCache`
 
     def summary_dtypes(self, layer):
         return {"means": layer.dtype, "value_means": layer.dtype}
 
     def summarise(self, pages):
-        return {
-            "means": _mean_of_pages(pages.keys, pages.is_token),
-            "value_means": _mean_of_pages(pages.values, pages.is_token),
-        }
-
-    def choose_past_pages(self, token, arrays, slots):
-        means = arrays["means"].swapaxes(1, 2)
-        numbers = jnp.arange(means.shape[1], dtype=jnp.int32)[None]
-        visible = self._ends(numbers) <= token.index[:, None]
-        is_candidate = numbers < (token.index // self.block - self.local)[:, None]
-        return self._best(token.q, means, numbers, visible, is_candidate)
+        means = self.stride_means(pages.values, pages.is_token)
+        return super().summarise(pages) | {"value_means": means}
 
 
 @dataclass(frozen=True)
 class BranchCache(PagedCache):
-    """The cache of NSA: pages with the mean of their keys and that of their values.
+    """The cache of NSA: pages with the means of keys and values of their strides.
 
-    A token that is alone in its call reads the pages that it chooses, the means of all pages that
+    A token that is alone in its call reads the pages that it chooses, the means of all windows that
     are complete up to it, and the nearest keys. Of `num_visible` keys, some may count twice.
     """
 
@@ -233,6 +205,12 @@ class BranchCache(PagedCache):
         visible = super().num_visible(length, tokens)
         return min(length, visible + self.reader.window) if visible < length else length
 
+    def num_multiplied(self, length, tokens):
+        if tokens > 1 or not self._chooses(length):
+            return length
+        # The mean of a window costs what a key costs, a logit and a weighted value.
+        return self.num_visible(length, tokens) + self._num_summaries(length)
+
     def read_pages(self, arrays, q, view, places, metadata):
         keys, values, last = arrays["keys"], arrays["values"], view.new.index[:, -1:]
 
@@ -240,17 +218,20 @@ class BranchCache(PagedCache):
             index = jnp.broadcast_to(index[:, None], keys.shape[:3])
             return attend_by_head(q, keys, values, index, Causal(), metadata)
 
+        def windows(means):
+            return self.reader.window_means(means.swapaxes(1, 2)).swapaxes(1, 2)
+
         def nearest(x):
             return jnp.take_along_axis(x, slots[:, None, :, None], axis=2)
 
         size = min(self.reader.window, keys.shape[2])
         index = jnp.maximum(last - jnp.arange(size - 1, -1, -1, dtype=jnp.int32), -1)
         slots = jnp.take_along_axis(places, jnp.maximum(index, 0), axis=1)
-        pages = jnp.arange(arrays["means"].shape[2], dtype=jnp.int32)
-        ends = jnp.broadcast_to(self.reader._ends(pages), (len(q), pages.size))
+        means = [windows(arrays[name]) for name in ("means", "value_means")]
+        ends = self.reader.window_ends(jnp.arange(means[0].shape[2], dtype=jnp.int32))
         return gated_sum(
             metadata.features.queries["gates"],
-            branch(arrays["means"], arrays["value_means"], ends),
+            branch(*means, jnp.broadcast_to(ends, (len(q), ends.size))),
             super().read_pages(arrays, q, view, places, metadata),
             branch(nearest(keys), nearest(values), index),
         ).astype(q.dtype)
@@ -268,9 +249,3 @@ def _means(blocks: Blocks, x: Float[Array, "B S K H"]) -> Float[Array, "B C K H"
     """Returns the means over the tokens of each block, in the dtype of x."""
     entries = blocks.take(x).astype(jnp.float32)
     return entries.reshape(*blocks.slots.shape, *x.shape[2:]).mean(2).astype(x.dtype)
-
-
-def _mean_of_pages(
-    x: Float[Array, "B K P page H"], is_token: Bool[Array, "B 1 P page 1"]
-) -> Float[Array, "B K P H"]:
-    return jnp.where(is_token, x, 0).astype(jnp.float32).mean(3).astype(x.dtype)
