@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.dispatch import REFERENCE
-from pallas_kernels.key_bits import BITS
+from pallas_kernels.key_bits import num_words
 from pallas_kernels.masks import Mask, integer
 from pallas_kernels.quantised import is_quantised
 from pallas_kernels.tables import BlockTable
@@ -145,7 +145,7 @@ def check_options(q, k, mask, soft_cap, bias, sinks, table, splits, layout, key_
     if table is not None:
         _check_table(table, b, t, n, s, heads)
     if key_bits is not None:
-        _check_key_bits(key_bits, (b, t, -(-s // BITS)), table, layout)
+        _check_key_bits(key_bits, (b, t, num_words(s)), table, layout)
 
 
 def _check_key_bits(key_bits, shape: tuple[int, int, int], table, layout):

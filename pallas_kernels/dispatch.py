@@ -47,7 +47,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend.backend import get_backend
 
-from pallas_kernels import nvidia, reference, timings
+from pallas_kernels import key_bits, nvidia, reference, timings
 from pallas_kernels.biases import Bias, of_heads
 from pallas_kernels.explanations import (
     Explanation,
@@ -58,7 +58,14 @@ from pallas_kernels.explanations import (
 from pallas_kernels.folded import FoldedHeads, as_rows
 from pallas_kernels.masks import Mask, by_heads
 from pallas_kernels.quantised import is_quantised
-from pallas_kernels.tables import BlockTable, from_mask, restrict
+from pallas_kernels.tables import (
+    BlockTable,
+    block_bounds,
+    block_visibility,
+    from_block_mask,
+    from_mask,
+    restrict,
+)
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +193,30 @@ def visible_blocks(
     sizes = dict(queries=queries, keys=keys)
     if (table := user_table(operands, spec)) is not None:
         return restrict(table, spec.mask, **sizes, **arrays)
+    if operands.key_bits is not None:
+        visible, full = block_pairs(operands, spec, queries, keys, q_block, k_block)
+        blocks = {"q_block": q_block, "k_block": k_block}
+        return from_block_mask(visible[:, None], full=full[:, None], **blocks)
     return from_mask(spec.mask, **sizes, **arrays, q_block=q_block, k_block=k_block)
+
+
+def block_pairs(
+    operands: Operands, spec: Spec, queries: int, keys: int, q_block: int, k_block: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns which pairs of blocks have visible keys, and all of them: bool [1 or B, nq, nk].
+
+    `key_bits` are tested in every block that has some.
+    """
+    q_index, k_index, q_segments, k_segments = operands[:4]
+    if q_index is None and spec.block is not None:
+        q_index = default_q_index(spec, queries)
+    q = block_bounds(q_index, q_segments, queries, q_block).take(lambda x: x[:, :, None])
+    k = block_bounds(k_index, k_segments, keys, k_block, is_padded=True)
+    visible, full = block_visibility(spec.mask, q, k.take(lambda x: x[:, None]))
+    if operands.key_bits is None:
+        return visible, full
+    visible = visible & key_bits.visited(operands.key_bits, q_block, k_block, keys)
+    return visible, visible & False
 
 
 def unsupported_dtypes(q, k, v, *dtypes: str) -> str | None:
@@ -201,10 +231,10 @@ def unsupported_dtypes(q, k, v, *dtypes: str) -> str | None:
     return f"q, k and v must all be {rule}, they are {', '.join(sorted(names))}"
 
 
-def unsupported_mask(operands: Operands, spec: Spec) -> str | None:
+def unsupported_mask(operands: Operands, spec: Spec, reads_bits: bool = False) -> str | None:
     """Returns a reason if kernels cannot compute which keys a query sees, else None."""
-    if operands.key_bits is not None:
-        return "key_bits say which keys each query sees, and kernels do not read them"
+    if operands.key_bits is not None and not reads_bits:
+        return "key_bits say which keys each query sees, and these kernels do not read them"
     if spec.mask.arithmetic:
         return None
     return "the mask looks indices up in a long list; kernels compute masks from scalars"

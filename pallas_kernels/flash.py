@@ -116,6 +116,7 @@ def flash(
         k, v = (dequantise(x, q.dtype) for x in as_rows((k, v)))
         return reference.attention(q, k, v, *positions, mask=mask, scale=scale, **options)
     static = table is not None and table.static
+    key_bits = None if key_bits is None else jnp.asarray(key_bits)
     operands = Operands(*positions, bias, None if static else table, key_bits)
     spec = Spec(mask, scale, soft_cap, Constant(table) if static else None, splits)
     if layout is None:

@@ -151,7 +151,7 @@ class ChosenKeys(DistilledPattern):
             with jax.named_scope("attention"):
                 return flash(q, k, v, key_bits=bits, **options)[0]
 
-        words = -(-size // key_bits.BITS)
+        words = key_bits.num_words(size)
         if rows * length * words > gather.BUDGET:  # the backward pass chooses again
             of_tile = jax.checkpoint(of_tile)
         return gather.by_tile(of_tile, arrays, rows * words)

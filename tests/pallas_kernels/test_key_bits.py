@@ -22,13 +22,15 @@ def inputs(batch, queries, keys, heads, kv_heads, size, seed=0):
     return q, k, v, jnp.asarray(visible)
 
 
-@pytest.mark.parametrize("keys", [1, 31, 32, 33, 70])
+@pytest.mark.parametrize("keys", [1, 127, 129, 4096, 4500])
 def test_words_hold_the_bits_of_their_keys(keys):
     visible = np.random.default_rng(keys).random((2, 3, keys)) < 0.5
     words = key_bits.pack(jnp.asarray(visible))
-    assert words.dtype == jnp.uint32 and words.shape == (2, 3, -(-keys // 32))
+    assert words.dtype == jnp.uint32 and words.shape == (2, 3, key_bits.num_words(keys))
     np.testing.assert_array_equal(key_bits.unpack(words)[..., :keys], visible)
     assert not np.any(key_bits.unpack(words)[..., keys:])
+    part = np.pad(visible, [(0, 0), (0, 0), (0, 384)])[..., 128:384]
+    np.testing.assert_array_equal(key_bits.unpack(words, 1, 2), part)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_blocks_without_chosen_keys_are_not_visited():
 
 def test_wrong_input_names_the_way_out():
     q, k, v, visible = inputs(1, 8, 70, 2, 1, 8)
-    with pytest.raises(ValueError, match=r"bool \(1, 8, 70\), must be uint32 \(1, 8, 3\).*pack"):
+    with pytest.raises(ValueError, match=r"bool \(1, 8, 70\), must be uint32 \(1, 8, 128\).*pack"):
         flash(q, k, v, key_bits=visible)
     table = from_block_mask(np.ones((1, 1), bool), q_block=8, k_block=70)
     with pytest.raises(ValueError, match="key_bits stand alone"):

@@ -13,7 +13,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
-from pallas_kernels import causal, everything, prefix, reference, window
+from pallas_kernels import causal, everything, key_bits, prefix, reference, window
 from pallas_kernels.backends.tpu import attention as _tpu
 from pallas_kernels.backends.tpu import grid as _tpu_grid
 from pallas_kernels.backends.tpu.kernels import bias_levels
@@ -48,6 +48,7 @@ class Case:
     tables: tuple[int, int] | None = None
     q_block: int = 64
     traced: bool = False
+    bits: float | None = None  # the share of keys that each query chooses
     dtype: str = "float32"
 
 
@@ -113,6 +114,23 @@ CASES = {
         q_block=128,
         relative="behind",
     ),
+    "keys of each query": Case(t=290, s=301, batch=2, size=64, v_size=64, bits=0.05, mask=causal()),
+    "keys of each query, groups, several blocks": Case(
+        t=700, s=1100, heads=4, kv_heads=2, bits=0.002, soft_cap=2.0, mask=everything()
+    ),
+    "keys of each query, documents, heads of 128, several spans": Case(
+        t=140,
+        s=4500,
+        batch=2,
+        heads=2,
+        kv_heads=1,
+        size=128,
+        v_size=128,
+        segments=True,
+        bits=0.1,
+        mask=everything(),
+        dtype="bfloat16",
+    ),
     "bfloat16, buckets": Case(
         t=301,
         s=301,
@@ -171,6 +189,10 @@ def build(case: Case, seed: int = 0):
             operands["table"] = table
         else:
             constant = Constant(table)
+    if case.bits is not None:
+        chosen = rng.random((b, t, s)) < case.bits
+        chosen[:, : t // 3, : s // 2] = False  # blocks without any
+        operands["key_bits"] = key_bits.pack(jnp.asarray(chosen))
     spec = Spec(case.mask, case.size**-0.5, case.soft_cap, constant)
     return (*arrays, d_lse), Operands(**operands), spec, table
 
@@ -197,7 +219,8 @@ def expected(arrays, operands, spec, table):
     @jax.jit
     def both(arrays, operands, table):
         def dense(q, k, v, bias):
-            return reference.attention(q, k, v, *operands[:4], **options, bias=bias, table=table)
+            more = {"bias": bias, "table": table, "key_bits": operands.key_bits}
+            return reference.attention(q, k, v, *operands[:4], **options, **more)
 
         q, k, v, d_out, d_lse = (x.astype(jnp.float32) for x in arrays)
         places = [

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
-from pallas_kernels import causal, everything, prefix, window
+from pallas_kernels import causal, everything, key_bits, prefix, window
 from pallas_kernels.backends.tpu import attention as _tpu
 from pallas_kernels.backends.tpu import delta_rule as _tpu_delta_rule
 from pallas_kernels.backends.tpu import landmark as _tpu_landmark
@@ -122,6 +122,20 @@ def test_131072_tokens_with_a_bias_by_buckets_compile(generation, size):
         for _, text in compile_both(generation, *shape, spec, operands)
     ]
     assert kernels == [1, 2]  # nothing of the bias is computed outside of them
+
+
+@pytest.mark.parametrize(("generation", "size"), SIZES)
+def test_keys_that_each_query_chooses_of_131072_compile(generation, size):
+    heads, kv_heads, queries = 32, 8, 4096
+    (bits,) = arrays(generation, (1, queries, key_bits.num_words(LONG)), dtype="uint32")
+    shape = (1, queries, LONG, heads, kv_heads, size)
+    operands, spec = Operands(key_bits=bits), Spec(everything(), size**-0.5)
+    # Copies of keys, values, a few arrays like q, and bits in the kernels' order, with heads of 128
+    copies = 2 * (2 * LONG * kv_heads + 4 * queries * heads) * 128 + 2 * 4 * bits.size
+    assert copies < queries * LONG * 2  # less than the logits of one head
+    for memory, text in compile_both(generation, *shape, spec, operands):
+        assert text.count("tpu_custom_call") in (1, 2)
+        assert memory.temp_size_in_bytes < copies
 
 
 @pytest.mark.parametrize("bias", ["slopes", "buckets"])

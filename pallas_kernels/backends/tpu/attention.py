@@ -22,6 +22,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import key_bits
 from pallas_kernels import online_softmax as online
 from pallas_kernels.backends.tpu import decode as decoding
 from pallas_kernels.backends.tpu import grid, kernels
@@ -57,12 +58,14 @@ STEP_BYTES = 16 * grid.MIB  # VMEM that a step may use besides a dq that stays i
 F32 = jnp.float32
 ROW_OPERANDS = ("q", "d_out", "q_index", "q_segments", "slopes", "lse", "di")
 MATRICES = ("q", "k", "v", "d_out")
+BITS = "key_bits"  # a block has those of its rows, of `key_bits.SPAN` keys
 SCALARS = ("starts", "levels")  # operands that lie in scalar memory as a whole
 
 
 def forward(q, k, v, operands, spec, *, platform="tpu", interpret=False):
     """Returns out [B, T, N, Hv] in q's dtype and lse float32 [B, T, N]."""
-    if not _relative(operands) and decoding.fits(q, k, v, operands, spec):
+    plain = not _relative(operands) and operands.key_bits is None
+    if plain and decoding.fits(q, k, v, operands, spec):
         return decoding.forward(q, k, v, operands, spec, interpret=interpret)
     plan = _plan(q, k, v, operands, spec, backward=False)
     by_head = _plan_by_head(q, k, v, operands, spec, plan, backward=False)
@@ -221,7 +224,7 @@ def unsupported(q, k, v, operands, spec) -> str | None:
     if max(q.shape[-1], v.shape[-1]) > LARGEST_HEAD:
         largest = max(q.shape[-1], v.shape[-1])
         return f"the head size {largest} is above {LARGEST_HEAD}: a step would not fit into VMEM"
-    if (reason := unsupported_mask(operands, spec)) is not None:
+    if (reason := unsupported_mask(operands, spec, reads_bits=True)) is not None:
         return reason
     if _relative(operands) and operands.bias.table.shape[0] > MAX_LEVELS:
         buckets = operands.bias.table.shape[0]
@@ -255,8 +258,10 @@ def _lists(q, k, operands, table, by_head: bool = False) -> int:
     """Returns the number of tables along heads.
 
     A bias by buckets is read as scalars of one query head, so query heads are separate with it.
+    They are also separate with `key_bits`, of which a query has a row.
     """
-    if (by_head or _relative(operands)) and q.shape[2] > k.shape[2]:
+    by_head |= _relative(operands) or operands.key_bits is not None
+    if by_head and q.shape[2] > k.shape[2]:
         return q.shape[2]
     return 1 if table is None else table.index.shape[1]
 
@@ -399,6 +404,8 @@ def _prepare(
     }
     if kernel_spec.levels is not None:
         x |= level_operands(operands.bias, kernel_spec.levels)
+    if operands.key_bits is not None:
+        x[BITS] = tiling.query_bits(operands.key_bits)
     return kernel_spec, x
 
 
@@ -422,7 +429,7 @@ def launch(
         name: pltpu.VMEM((resident, LANES), value.dtype)
         for name, value in x.items()
         if value is not None
-        and name not in (*MATRICES, *SCALARS)
+        and name not in (*MATRICES, *SCALARS, BITS)
         and (name in ROW_OPERANDS) == (axis == 0)
     }
 
@@ -452,6 +459,8 @@ def _operand(name: str, value, tiling: Tiling, call: Call, kernel_spec: KernelSp
         return None
     if name in SCALARS:
         return pl.BlockSpec(memory_space=pltpu.SMEM)
+    if name == BITS:
+        return _bits_block(value, tiling, call)
     by_row = name in ROW_OPERANDS
     size = tiling.rows if by_row else tiling.key_block
     block_of = row_of if by_row else col_of
@@ -475,3 +484,15 @@ def _operand(name: str, value, tiling: Tiling, call: Call, kernel_spec: KernelSp
 
     sizes = (value.shape[-2], size) if by_lanes else (size, value.shape[-1])
     return pl.BlockSpec((*(None,) * len(along), *sizes), index)
+
+
+def _bits_block(words, tiling: Tiling, call: Call):
+    """Returns the BlockSpec of the words [B, padded T, W] of a step: those of its rows and keys."""
+
+    def index(b, h, s, steps):
+        code = steps[call.offset(b, h, s)]
+        span = jax.lax.div(col_of(code) * tiling.key_block, jnp.int32(key_bits.SPAN))
+        row = jax.lax.rem(row_of(code), tiling.period)
+        return 0 if words.shape[0] == 1 else b + call.batch[0], row, span
+
+    return pl.BlockSpec((None, tiling.rows, key_bits.LANES), index)

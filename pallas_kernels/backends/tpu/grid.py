@@ -156,6 +156,11 @@ class Tiling:
         x = x if self.by_head else jnp.repeat(x, self.group, axis=1)
         return _pad(x, 1, self.period * self.rows)[:, None]
 
+    def query_bits(self, x):
+        """[B, T, W] words -> int32 [B, rows of one period, W]."""
+        x = jax.lax.bitcast_convert_type(x, jnp.int32)
+        return _pad(x, 1, self.period * self.rows)
+
     def head_vector(self, x):
         """[N] -> [K, 1, rows]."""
         x = jnp.broadcast_to(x, (1, self.queries, x.shape[0]))

@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.tpu.grid import FULL, LANES, NOTHING, PARTIAL, Call, Step, unpack
 from pallas_kernels.biases import RelativeBias
+from pallas_kernels.key_bits import BITS
 from pallas_kernels.masks import Mask
 from pallas_kernels.online_softmax import LOWEST
 
@@ -187,7 +188,23 @@ class Block:
         if self.x["q_segments"] is not None:
             q, k = (self.vector(name, lanes) for name in ("q_segments", "k_segments"))
             seen = seen & (q == k)  # keys of segment 0 have another number here (`hide_padding`)
+        if self.x.get("key_bits") is not None:
+            seen = seen & self.chosen(lanes)
         return seen & (self.key_number(lanes) < self.spec.keys) if self.spec.ragged else seen
+
+    def chosen(self, lanes):
+        """Returns which keys the queries see by their `key_bits`, for some columns of the scores.
+
+        A tile of 128 keys is one bit of 128 words, the same for all rows.
+        """
+        tiles = self.spec.key_block // LANES
+        first = lax.rem(self.step.col * tiles, jnp.int32(BITS)) + self.first // LANES
+        if not self.transposed:
+            bit = jnp.int32(1) << (first + lanes.start // LANES)
+            return (self.x["key_bits"][...] & bit) != 0
+        words = self.x["key_bits"][lanes, :].T
+        bits = [words & (jnp.int32(1) << (first + tile)) for tile in range(self.size // LANES)]
+        return jnp.concatenate(bits, 0) != 0
 
     def masked(self, scores, value: float):
         """Returns `scores` where the mask shows them, else `value`."""

@@ -22,6 +22,7 @@ from pallas_kernels import key_bits
 from pallas_kernels.dispatch import (
     Operands,
     Spec,
+    block_pairs,
     default_q_index,
     user_table,
     visible_blocks,
@@ -31,7 +32,7 @@ from pallas_kernels.folded import FoldedHeads
 from pallas_kernels.masks import Mask
 from pallas_kernels.online_softmax import row_cotangent
 from pallas_kernels.quantised import Floats, read_slots, swap_heads
-from pallas_kernels.tables import BlockTable, block_bounds, block_visibility, from_block_mask
+from pallas_kernels.tables import BlockTable, from_block_mask
 
 CPU_SCORES = 5 * 2**18  # 5 MB of float32: a step's scores and probabilities share the L3 cache
 
@@ -99,9 +100,9 @@ def make_tiling(q, k, blocks: BlockSizes, table=None, has_bits: bool = False) ->
     """Returns the tiling of q [B, T, N, H] and k [B, S, K, H]; a caller's table sets its blocks.
 
     Rows or heads whose tables differ are separate chunks. Blocks of codes are whole entries, and
-    those of keys with `key_bits` whole words.
+    those of keys with `key_bits` whole lanes.
     """
-    unit = math.lcm(getattr(k, "slots_per_entry", 1), key_bits.BITS if has_bits else 1)
+    unit = math.lcm(getattr(k, "slots_per_entry", 1), key_bits.LANES if has_bits else 1)
     (b, t, n), (s, heads) = q.shape[:3], k.shape[1:3]
     group, batch, chunk_heads = n // heads, b, heads
     if table is None:
@@ -212,15 +213,8 @@ def positions(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) ->
 def _bits_by_block(bits, tiling: Tiling):
     if bits is None:
         return None
-    bits = _padded_bits(bits, tiling)
+    bits = pad(bits, tiling.nq * tiling.bq)
     return jnp.moveaxis(bits.reshape(len(bits), tiling.nq, tiling.bq, -1), 1, 0)
-
-
-def _padded_bits(bits, tiling: Tiling):
-    """Returns words [B, nq * bq, nk * bk / 32] of whole blocks."""
-    bits = pad(jnp.asarray(bits), tiling.nq * tiling.bq)
-    more = tiling.nk * tiling.bk // key_bits.BITS - bits.shape[2]
-    return jnp.pad(bits, [(0, 0), (0, 0), (0, more)])
 
 
 def _blocks(x, count: int, size: int, mode: str):
@@ -362,9 +356,8 @@ def block_table(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) 
 
     The arrays are constants if all inputs of the table are.
     """
-    batch = max((x.shape[0] for x in operands[:4] if x is not None), default=1)
-    if operands.key_bits is not None:
-        return _joint(operands, spec, t, s, tiling)
+    arrays = *operands[:4], operands.key_bits
+    batch = max((x.shape[0] for x in arrays if x is not None), default=1)
     if user_table(operands, spec) is not None or batch == 1 or tiling.batch == 1:
         return visible_blocks(operands, spec, t, s, tiling.bq, tiling.bk)
     return _joint(operands, spec, t, s, tiling)
@@ -372,19 +365,9 @@ def block_table(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) 
 
 def _joint(operands: Operands, spec: Spec, t: int, s: int, tiling: Tiling) -> BlockTable:
     """Returns the union of the blocks that the rows of each batch chunk see."""
-    q_index, k_index, q_segments, k_segments = operands[:4]
-    if q_index is None and spec.block is not None:
-        q_index = default_q_index(spec, t)
-    q = block_bounds(q_index, q_segments, t, tiling.bq).take(lambda x: x[:, :, None])
-    k = block_bounds(k_index, k_segments, s, tiling.bk, is_padded=True).take(lambda x: x[:, None])
     shape = tiling.batch_chunks, tiling.batch, 1, tiling.nq, tiling.nk
-    visible, full = block_visibility(spec.mask, q, k)
-    if operands.key_bits is not None:
-        words = _padded_bits(operands.key_bits, tiling)
-        words = words.reshape(len(words), tiling.nq, tiling.bq, tiling.nk, -1)
-        visible = visible & (words != 0).any((2, 4))
-        full = visible & False
-    visible, full = visible.reshape(shape), full.reshape(shape)
+    pairs = block_pairs(operands, spec, t, s, tiling.bq, tiling.bk)
+    visible, full = (x.reshape(shape) for x in pairs)
     return from_block_mask(visible.any(1), full=full.all(1), q_block=tiling.bq, k_block=tiling.bk)
 
 
@@ -400,10 +383,9 @@ def visible(mask: Mask, positions: Positions, tiling: Tiling, chunk, i, j):
         q, k = of_block(positions.q_segments, positions.k_segments)
         seen = seen & (q == k) & (k != 0)
     if positions.key_bits is not None:
-        words, size = rows_of(take(positions.key_bits, i), tiling, chunk), tiling.bk
-        size //= key_bits.BITS
-        words = lax.dynamic_slice_in_dim(words, j * size, size, axis=2)
-        seen = seen & key_bits.unpack(words)
+        words, count = rows_of(take(positions.key_bits, i), tiling, chunk), tiling.bk
+        count //= key_bits.LANES
+        seen = seen & key_bits.unpack(words, j * count, count)
     return jnp.repeat(seen, tiling.group, axis=1)[:, None]
 
 
