@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.tables import namespace
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int, UInt32
@@ -24,12 +27,12 @@ def num_words(keys: int) -> int:
 
 
 def pack(visible: Bool[Array, "... S"]) -> UInt32[Array, "... W"]:
-    """Returns the words of the keys that are visible."""
-    *shape, keys = visible.shape
-    padded = jnp.pad(visible, [(0, 0)] * len(shape) + [(0, -keys % SPAN)])
-    tiles = padded.reshape(*shape, -1, BITS, LANES).astype(jnp.uint32)
-    places = jnp.arange(BITS, dtype=jnp.uint32)[:, None]
-    return (tiles << places).sum(-2, dtype=jnp.uint32).reshape(*shape, -1)
+    """Returns the words of the keys that are visible; those of a NumPy array are one."""
+    xp, (*shape, keys) = namespace(visible), visible.shape
+    padded = xp.pad(visible, [(0, 0)] * len(shape) + [(0, -keys % SPAN)])
+    tiles = padded.reshape(*shape, -1, BITS, LANES).astype(np.uint32)
+    places = np.arange(BITS, dtype=np.uint32)[:, None]
+    return (tiles << places).sum(-2, dtype=np.uint32).reshape(*shape, -1)
 
 
 def unpack(

@@ -50,7 +50,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import nvidia, timings
+from pallas_kernels import key_bits, nvidia, timings
 
 log = logging.getLogger(__name__)
 SWITCH, SECONDS = "LCJAX_KERNEL_CHECK", "LCJAX_KERNEL_CHECK_SECONDS"
@@ -97,6 +97,8 @@ def cases(dtype: str) -> dict[str, Case]:
     listed = np.random.default_rng(3).random((1, 2, 5, 5)) < 0.5
     listed |= np.eye(5, dtype=bool)
     table = from_block_mask(listed, q_block=64, k_block=64)
+    chosen = np.random.default_rng(4).random((1, 300, 333)) < 0.1
+    words = key_bits.pack(chosen)
     ids = np.repeat([1, 2, 0], (140, 130, 30))[None].astype(np.int32)
     large = 128 if dtype != "float32" else nvidia.LARGEST_EXACT
     by_kind = {
@@ -107,6 +109,7 @@ def cases(dtype: str) -> dict[str, Case]:
             300, 300, large, causal(), {"q_segments": ids, "k_segments": ids}
         ),
         "blocks, heads of 64": Case(300, 300, 64, causal(), {"table": table}),
+        f"{timings.CHOSEN}, heads of {large}": Case(300, 333, large, options={"key_bits": words}),
         f"few queries, heads of {large}": Case(
             1, 700, large, causal(), {"q_index": np.array([600])}
         ),

@@ -37,6 +37,9 @@ from pallas_kernels.quantised import is_quantised
 log = logging.getLogger(__name__)
 VARIABLE = "LCJAX_KERNELS"
 SIZES = (64, 128, 256)  # head sizes that are measured; others count as the next larger one
+CHOSEN = "chosen keys"  # the form of calls with `key_bits`
+# Forms that causal attention says nothing about
+ALONE = ("few queries", "codes", "landmark", CHOSEN)
 TIMED_DTYPE = "bfloat16"  # the dtype of timed calls; float16 uses the same times
 FEW = 128  # rows per key head up to which the time of a call is that of reading the keys
 
@@ -108,6 +111,8 @@ def _form(q, k, operands, spec) -> str:
         return "codes"
     if q.shape[1] * q.shape[2] // k.shape[2] <= FEW:
         return "few queries"
+    if operands.key_bits is not None:
+        return CHOSEN
     if operands.table is not None or spec.table is not None:
         return "blocks"
     if q.shape[1] != k.shape[1]:
@@ -133,7 +138,7 @@ def times(kind: str | None, direction: str, dtype: str = TIMED_DTYPE) -> dict[st
         return {}
     form, size = kind.split(", heads of ")
     sizes = sorted(SIZES, key=lambda x: (x != int(size), x < int(size), abs(x - int(size))))
-    forms = [form] if form in ("few queries", "codes", "landmark") else [form, "causal"]
+    forms = [form] if form in ALONE else [form, "causal"]
     for name in (f"{form}, heads of {size}" for form in forms for size in sizes):
         if by_name := milliseconds.get(name, {}).get(direction):
             right = {x: ms for x, ms in by_name.items() if why_wrong(x, dtype, form) is None}

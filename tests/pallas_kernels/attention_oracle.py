@@ -15,6 +15,7 @@ from pallas_kernels import (
     chunks,
     everything,
     flash,
+    key_bits,
     per_head,
     prefix,
     window,
@@ -55,6 +56,7 @@ class Case:
     bias: str | None = None  # "alibi", "relative", "both ways"
     sinks: bool = False
     table: Blocked | None = None
+    chosen: float | None = None  # the share of keys that each query chooses by itself
     dtype: str = "float32"
     seed: int = 0  # of q, k, v and the cotangents
     of_lse: bool = True  # the log-sum-exp has a cotangent
@@ -98,7 +100,16 @@ class Case:
             places["k_segments"] = places["q_segments"] if same else cut(self.s)
         if self.k_lengths is not None:
             places["k_lengths"] = np.array(self.k_lengths, np.int32)
+        if self.chosen is not None:
+            places["key_bits"] = key_bits.pack(self.chosen_keys())
         return places
+
+    def chosen_keys(self):
+        """bool [B, T, S]; some blocks have none."""
+        shape = self.batch, self.t, self.s
+        keys = np.random.default_rng(4).random(shape) < self.chosen
+        keys[:, : self.t // 3, : self.s // 2] = False
+        return keys
 
     def parameters(self, seed=2):
         """Parameters that get a gradient, as keyword arguments of `flash`."""
@@ -179,6 +190,10 @@ CASES = {
     "bfloat16, sinks, few queries": Case(t=5, s=190, offset=160, sinks=True, dtype="bfloat16"),
     "bfloat16, sharp": Case(t=300, s=300, heads=4, scale=1.0, dtype="bfloat16"),
     "float16": Case(dtype="float16"),
+    "keys of each query": Case(t=70, s=300, chosen=0.1, mask=None, soft_cap=3.0),
+    "keys of each query, documents": Case(
+        t=131, s=131, heads=4, chosen=0.5, segments=3, sinks=True, dtype="bfloat16"
+    ),
 }
 
 
@@ -214,7 +229,9 @@ def bias_of(bias, distance):
     return np.moveaxis(table[places], -1, 1), gradient
 
 
-def seen_by(case, q_index, k_index, q_segments=None, k_segments=None, k_lengths=None):
+def seen_by(
+    case, q_index, k_index, q_segments=None, k_segments=None, k_lengths=None, key_bits=None
+):
     """bool [B, N, T, S] of mask, segments and lengths; index [1 or B, ...]."""
     mask = everything() if case.mask is None else case.mask
     shape = (case.batch, case.t, case.s)
@@ -232,7 +249,7 @@ def seen_by(case, q_index, k_index, q_segments=None, k_segments=None, k_lengths=
         seen = seen & (q_ids == k_ids) & (k_ids != 0)
     if k_lengths is not None:
         seen = seen & (np.arange(case.s) < k_lengths[:, None])[:, None, None]
-    return seen
+    return seen if key_bits is None else seen & case.chosen_keys()[:, None]
 
 
 def oracle(case):

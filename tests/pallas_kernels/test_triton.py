@@ -46,6 +46,9 @@ CASES = QUICK | {
     "a lone full block of fewer keys than a tile": Case(
         t=40, s=24, heads=2, mask=None, table=Blocked(2, 2, 40, 24)
     ),
+    "keys of each query, several spans": Case(
+        t=41, s=4300, heads=2, kv_heads=1, mask=None, chosen=0.05, soft_cap=3.0
+    ),
     "large heads": Case(t=41, s=41, heads=2, kv_heads=2, size=256, v_size=128),
     "no mask, own scale, whole blocks": Case(t=64, s=96, heads=2, mask=None, scale=0.7),
     "a scale below zero": Case(t=40, s=40, heads=2, scale=-0.2),
@@ -66,6 +69,10 @@ CASES = QUICK | {
     "bfloat16": Case(t=130, s=130, heads=3, kv_heads=1, dtype="bfloat16"),
     "bfloat16, odd head sizes, soft cap": Case(size=80, v_size=40, soft_cap=3.0, dtype="bfloat16"),
 }
+QUICK |= {
+    "keys of each query": Case(batch=2, t=70, s=300, heads=4, kv_heads=2, chosen=0.1),
+}
+CASES |= QUICK
 FEW = {  # rows of one product
     "one query, four heads per key head": Case(t=1, s=190, heads=4, kv_heads=1, offset=160),
     "several queries, padding, soft cap": Case(

@@ -88,6 +88,12 @@ def test_every_feature_lowers_with_tables_computed_on_the_device(size):
     assert both(q, k, v, operands, Spec(causal(), 0.1, soft_cap=30.0)) == (1, 2)
 
 
+def test_keys_that_each_query_chooses_lower():
+    q, k = array(1, 4096, 32, 128), array(1, LONG, 8, 128)
+    operands = Operands(key_bits=array(1, 4096, LONG // 32, dtype="uint32"))
+    assert both(q, k, k, operands, Spec(everything(), 0.1)) == (1, 2)
+
+
 def test_tables_per_query_head_lower():
     visible = np.random.default_rng(0).random((1, 8, 8, 16)) < 0.3
     table = Constant(from_block_mask(visible, q_block=128, k_block=64))

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import nvidia
+from pallas_kernels import key_bits, nvidia
 from pallas_kernels import online_softmax as online
 from pallas_kernels.backends.triton import kernels
 from pallas_kernels.backends.triton.kernels import (
@@ -95,7 +95,7 @@ def unsupported(q, k, v, operands, spec) -> str | None:
         return reason
     if is_quantised(k, v) and not _packs(q, k, operands, spec):
         return f"codes are read where at most {PACKED} rows share a key head, without a bias"
-    if (reason := unsupported_mask(operands, spec)) is not None:
+    if (reason := unsupported_mask(operands, spec, reads_bits=True)) is not None:
         return reason
     if operands.bias is not None and not isinstance(operands.bias, Alibi):
         return "these kernels support only linear biases (Alibi)"
@@ -130,7 +130,9 @@ def unsupported_arrays(q, k, v) -> str | None:
 def _packs(q, k, operands, spec) -> bool:
     """Returns whether the queries of all heads that share a key head are rows of one block."""
     table, (queries, n), heads = user_table(operands, spec), q.shape[1:3], k.shape[2]
-    if operands.bias is not None or queries * (n // heads) > PACKED:
+    if operands.bias is not None or operands.key_bits is not None:
+        return False
+    if queries * (n // heads) > PACKED:
         return False
     return table is None or (table.seen.shape[2] == 1 and table.seen.shape[1] <= heads)
 
@@ -152,7 +154,8 @@ def _unpack(x, t: int):
 def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
     """Returns the static part of a kernel, and the operands besides q, k, v and residuals."""
     packed, transposed = kind == "decode", kind == "d_keys"
-    busy = spec.soft_cap is not None or any(x is not None for x in operands[:5])
+    extra = spec.soft_cap, *operands[:5], operands.key_bits
+    busy = any(x is not None for x in extra)
     tile = nvidia.triton(kind, next_power_of_two(max(q.shape[-1], v.shape[-1])), q.dtype, busy)
     copies = q.shape[2] // k.shape[2] if packed else 1
     rows, keys, table = _table(q, k, operands, spec, tile, copies)
@@ -183,7 +186,11 @@ def _prepare(kind: str, q, k, v, operands, spec, interpret: bool):
         stages=tile.stages,
         interpret=interpret,
     )
-    return kernel_spec, vectors(operands, copies) | list_operands(block_lists, rows, keys)
+    x = vectors(operands, copies) | list_operands(block_lists, rows, keys)
+    if operands.key_bits is not None:
+        words = jax.lax.bitcast_convert_type(operands.key_bits, jnp.int32)
+        x["key_bits"] = words.swapaxes(1, 2) if transposed else words
+    return kernel_spec, x
 
 
 def kernel_blocks(
@@ -231,6 +238,8 @@ def _table(q, k, operands, spec, tile, copies: int) -> tuple[Axis, Axis, BlockTa
     queries, keys = q.shape[1], k.shape[1]
     q_block, k_block = table_blocks(queries * copies, keys, tile)
     q_block = q_block if copies == 1 else queries
+    if operands.key_bits is not None:
+        k_block = max(k_block, key_bits.LANES)
     table = visible_blocks(operands, spec, queries, keys, q_block, k_block)
     rows = axis(queries * copies, table.q_block * copies, tile.rows)
     columns = axis(keys, table.k_block, tile.keys)

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import online_softmax as online
+from pallas_kernels.key_bits import BITS, LANES, SPAN
 from pallas_kernels.masks import Mask
 
 try:
@@ -241,9 +242,30 @@ class Block:
             k = _vector(x["k_segments"], key, spec.keys.unit, spec.ragged_keys)
             k = self.along(keys=k)
             seen = seen & (q == k) & (k != 0)
+        if x.get("key_bits") is not None:
+            seen = seen & self._chosen(row, key)
         if spec.ragged_keys:
             seen = seen & self.along(keys=self._key_number(key) < spec.keys.length)
         return seen
+
+    def _chosen(self, row, key):
+        """Returns which keys the queries see by their words, [T, W] or transposed.
+
+        All keys of a step are in one tile of 128, so they are one bit of as many words.
+        """
+        spec, transposed = self.spec, self.spec.transposed
+        word = lax.div(key, jnp.int32(SPAN)) * LANES + lax.rem(key, jnp.int32(LANES))
+        bit = lax.rem(lax.div(key, jnp.int32(LANES)), jnp.int32(BITS))
+        at = pl.ds(row, spec.rows.unit), pl.ds(word, spec.keys.unit)
+        mask = None
+        if spec.ragged_rows:
+            mask = self.along(rows=arange(row, spec.rows.unit) < spec.rows.length)
+            shape = [part.size for part in at[:: -1 if transposed else 1]]
+            mask = jnp.broadcast_to(mask, shape)
+        other = None if mask is None else jnp.int32(0)
+        words = self.x["key_bits"].at[at[:: -1 if transposed else 1]]
+        words = plt.load(words, mask=mask, other=other)
+        return (words & lax.shift_left(jnp.int32(1), bit)) != 0
 
     def distance(self, row, key):
         q, k = self.index(row, key)
@@ -417,6 +439,8 @@ def _block_spec(name: str, value, spec: KernelSpec, heads: int):
         return pl.BlockSpec(
             (None, shape[1], None, width), lambda i, h, b: (b, 0, lax.div(h, head), 0)
         )
+    if name == "key_bits":
+        return pl.BlockSpec((None, *shape[1:]), lambda i, h, b: (row(b), 0, 0))
     if name not in LISTS:
         return pl.BlockSpec((None, shape[1]), lambda i, h, b: (row(b), 0))
 
