@@ -52,6 +52,7 @@ MODULES = (
     "pallas_kernels",
     "pallas_kernels.tables",
     "pallas_kernels.gather",
+    "pallas_kernels.key_bits",
 )
 
 # Windows, blocks and groups that can be seen in a text of 128 tokens (512 for vertical_slash, which

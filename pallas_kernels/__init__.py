@@ -4,10 +4,10 @@
     out, lse = merge([(out_a, lse_a), (out_b, lse_b)])
 
 A mask built from `causal`, `window`, ... defines the visible keys. A `BlockTable` can restrict them
-further; `tables` makes it (`tables.from_mask`, `from_block_mask`, `from_top_k`). `decode` reads a
-cache in its memory layout, `landmark_attention` computes a grouped softmax, and `Layout` shards
-each of them over the devices of a mesh. `explain` reports which implementation runs, in which
-blocks, and why.
+further; `tables` makes it (`tables.from_mask`, `from_block_mask`, `from_top_k`). `key_bits` are keys
+that each query chooses by itself. `decode` reads a cache in its memory layout, `landmark_attention`
+computes a grouped softmax, and `Layout` shards each of them over the devices of a mesh. `explain`
+reports which implementation runs, in which blocks, and why.
 
 `gated_delta_rule` is a linear attention with a state in place of a cache, and `causal_convolution`
 the short convolution before it.
@@ -15,7 +15,7 @@ the short convolution before it.
 Depends on JAX only.
 """
 
-from pallas_kernels import gather, tables
+from pallas_kernels import gather, key_bits, tables
 from pallas_kernels.biases import Alibi, Bias, RelativeBias, alibi_slopes
 from pallas_kernels.convolution import causal_convolution
 from pallas_kernels.delta_rule import gated_delta_rule
@@ -76,6 +76,7 @@ __all__ = [
     "flash",
     "gated_delta_rule",
     "gather",
+    "key_bits",
     "keys_in",
     "landmark_attention",
     "merge",

@@ -43,7 +43,7 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-from pallas_kernels import causal, prefix, window
+from pallas_kernels import causal, everything, prefix, window
 from pallas_kernels.backends.mosaic_gpu import attention as _mosaic_gpu
 from pallas_kernels.backends.triton import attention as _triton
 from pallas_kernels.backends.triton import delta_rule as _triton_delta_rule
@@ -51,6 +51,7 @@ from pallas_kernels.backends.triton import grouped as _triton_grouped
 from pallas_kernels.backends.triton import landmark as _triton_landmark
 from pallas_kernels.biases import Alibi
 from pallas_kernels.dispatch import Operands, Spec
+from pallas_kernels.key_bits import num_words
 from pallas_kernels.landmark import older_spec
 
 HERE = Path(__file__).resolve().parent
@@ -73,6 +74,7 @@ CALLS = {  # batch, queries, keys, query heads, key heads, mask, soft cap, biase
     "documents": (2, 4095, 4095, 8, 2, SINKS, None, False, PLACES),
     "everything": (2, 4095, 4095, 8, 2, SINKS, 30.0, True, PLACES),
     "capped": (2, 4095, 4095, 8, 2, SINKS, 30.0, False, PLACES),
+    "chosen": (1, 4096, 131_072, 32, 8, everything(), None, False, ("key_bits",)),
     "few": (2, 2, 16384, 32, 8, causal(), None, False, PLACES),
     "one": (1, 1, 16384, 32, 4, causal(), None, False, PLACES),
 }
@@ -112,6 +114,7 @@ OTHERS = [  # run by --all
     *((gpu, 64, "float32", "documents") for gpu in GPUS),
     *((gpu, size, "bfloat16", "few") for size in (128, 256) for gpu in GPUS),
     *((gpu, 128, "bfloat16", "everything") for gpu in GPUS),
+    *((gpu, size, "bfloat16", "chosen") for size in (64, 128) for gpu in GPUS),
     *((*row, "landmark_documents") for *row, call in ROWS if call == "landmark"),
 ]
 MOSAIC_OTHERS = [("h200", size, "bfloat16", "documents") for size in (32, 48, 80, 96, 112)]
@@ -182,7 +185,9 @@ def inputs(gpu: str, size: int, dtype: str, call: str):
         saved = q, k, k, q, array(b, t, n, kind="float32")
         return saved, Operands(*places), older_spec(block, size**-0.5)
     b, t, s, n, heads, mask, cap, biased, traced = CALLS[call]
-    places = {x: array(b, t if x in ("q_index", "q_segments") else s, kind="int32") for x in traced}
+    shapes = dict.fromkeys(("q_index", "q_segments"), (t,)) | {"key_bits": (t, num_words(s))}
+    kinds = {"key_bits": "uint32"}
+    places = {x: array(b, *shapes.get(x, (s,)), kind=kinds.get(x, "int32")) for x in traced}
     bias = Alibi(array(n, kind="float32")) if biased else None
     q, k = array(b, t, n, size), array(b, s, heads, size)
     return (

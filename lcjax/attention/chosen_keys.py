@@ -195,7 +195,7 @@ class ChosenKeys(DistilledPattern):
 
         arrays = q, metadata.features.queries, queries.with_segments()
         with jax.named_scope("divergence"):
-            return gather.by_tile(of_tile, arrays, 4 * rows * size)
+            return gather.by_tile(of_tile, arrays, rows * size)
 
     def _is_chosen(
         self,
