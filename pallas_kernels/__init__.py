@@ -4,8 +4,8 @@
     out, lse = merge([(out_a, lse_a), (out_b, lse_b)])
 
 A mask built from `causal`, `window`, ... defines the visible keys. A `BlockTable` can restrict them
-further; `tables` makes it (`tables.from_mask`, `from_block_mask`, `from_top_k`). `key_bits` are keys
-that each query chooses by itself. `decode` reads a cache in its memory layout, `landmark_attention`
+further; `tables` makes it (`tables.from_mask`, `from_block_mask`, `from_top_k`). `key_bits` are the
+keys that each query chooses. `decode` reads a cache in its memory layout, `landmark_attention`
 computes a grouped softmax, and `Layout` shards each of them over the devices of a mesh. `explain`
 reports which implementation runs, in which blocks, and why.
 
