@@ -8,21 +8,30 @@ from __future__ import annotations
 
 import abc
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from lcjax.attention.base import AttentionMetadata, Pass, rotate_qk
+from lcjax.attention.base import AttentionMetadata, Pass, partial_attention, rotate_qk
 from lcjax.attention.cache import FullCache, LayerCache
 from lcjax.attention.indexer import DistilledPattern, kl_divergence, log_softmax, logits
 from lcjax.attention.on_devices import DocumentTokens, on_devices
 from lcjax.errors import PositiveInt
+from lcjax.rope.rotation import no_rotation
 from pallas_kernels import causal, flash, gather, key_bits, window
+
+_BITS = "key_bits"  # checkpoint name of a choice
+_KEPT = 2**27  # words: the choice of up to so many is kept for the backward pass, else made again
+# Numbers that are computed for a block of keys: smaller blocks take more steps of a TPU, and arrays
+# of larger ones more memory in the backward pass.
+_BLOCK = 2**23
 
 
 class Entries(NamedTuple):
@@ -148,13 +157,14 @@ class ChosenKeys(DistilledPattern):
                 bits = gather.by_tile(
                     lambda tokens: key_bits.pack(is_read(tokens)), tuple(tokens), rows * size
                 )
+                bits = checkpoint_name(bits, _BITS)
             with jax.named_scope("attention"):
                 return flash(q, k, v, key_bits=bits, **options)[0]
 
-        words = key_bits.num_words(size)
-        if rows * length * words > gather.BUDGET:  # the backward pass chooses again
-            of_tile = jax.checkpoint(of_tile)
-        return gather.by_tile(of_tile, arrays, rows * words)
+        words = rows * key_bits.num_words(size)
+        if length * words > gather.BUDGET:
+            of_tile = _checkpoint(of_tile, length * words)
+        return gather.by_tile(of_tile, arrays, words)
 
     def always_reads(
         self, queries: DocumentTokens, keys: DocumentTokens
@@ -177,23 +187,34 @@ class ChosenKeys(DistilledPattern):
 
     def _divergence(self, q, k, v, queries, keys, metadata, axis):
         q, k = map(lax.stop_gradient, rotate_qk(q, k, metadata))
+        plain = metadata.replace(rotation=no_rotation(), keys_rotated=True)
         entries = self.entries(keys.with_segments(), metadata)
-        rows, size = len(q), k.shape[1]
+        rows, size, count = len(q), k.shape[1], entries.last.shape[1]
         devices = 1 if axis is None else lax.axis_size(axis)
+        options = {"soft_cap": metadata.soft_cap, "implementation": metadata.implementation}
+        arrays = q, metadata.features.queries, queries.with_segments()
+        reads_all = self.reads_all(size)
+        is_causal = reads_all and entries.of_keys is None  # runs leave the last keys out
+        if is_causal:
+            one = Pass(metadata.q_positions, metadata.k_positions, causal())
+            arrays += (partial_attention(q, k, k, one, plain)[1],)
 
-        @jax.checkpoint
         def of_tile(arrays):
-            q, features, queries = arrays
+            q, features, queries, *lse = arrays
             visible = entries.visible_to(queries)
-            if not self.reads_all(size):
-                visible = self._is_chosen(features, entries, visible)
+            if not reads_all:
+                bits = key_bits.pack(self._is_chosen(features, entries, visible))
+                visible = key_bits.unpack(checkpoint_name(bits, _BITS))[..., :count]
             of_keys = entries.keys_of(visible)
-            teacher = entries.sums(_probabilities(q, k, of_keys, metadata.soft_cap))
+            if not is_causal:
+                lse = [flash(q, k, k, key_bits=key_bits.pack(of_keys), **options)[1]]
+            teacher = _probabilities(q, k, *lse, metadata.soft_cap)
+            teacher = entries.sums(jnp.where(of_keys, teacher, 0))
             teacher = teacher if axis is None else lax.psum(teacher, axis)
             teacher /= q.shape[2] * devices
             return kl_divergence(teacher, _scores(features, entries), visible)
 
-        arrays = q, metadata.features.queries, queries.with_segments()
+        of_tile = _checkpoint(of_tile, rows * q.shape[1] * key_bits.num_words(count))
         with jax.named_scope("divergence"):
             return gather.by_tile(of_tile, arrays, rows * size)
 
@@ -214,37 +235,84 @@ class ChosenKeys(DistilledPattern):
 def _scores(
     features: dict[str, Float[Array, "B T ..."]], entries: Entries
 ) -> Float[Array, "B T C"]:
-    """Returns the indexer's scores of all entries, one index head after the other."""
-    vectors = entries.vectors.astype(features["index"].dtype)
+    """Returns the indexer's scores of all entries, a block of entries after the other."""
+    queries, weights = features["index"], features["weight"]
 
-    @jax.checkpoint
-    def add(total, head):
-        query, weight = head
-        products = gather.einsum("BTJ,BCJ->BTC", query, vectors)
-        return total + jax.nn.relu(products) * weight[..., None], None
+    def of_block(vectors):
+        vectors = vectors.astype(queries.dtype)
 
-    heads = jnp.moveaxis(features["index"], 2, 0), jnp.moveaxis(features["weight"], 2, 0)
-    zeros = jnp.zeros((*heads[1].shape[1:], vectors.shape[1]))
-    return lax.scan(add, zeros, heads)[0]
+        def of_heads(heads: slice):
+            products = gather.einsum("BTIJ,BCJ->BTIC", queries[:, :, heads], vectors)
+            return (jax.nn.relu(products) * weights[:, :, heads, None]).sum(2)
+
+        return _sum_of_heads(of_heads, queries.shape[2])
+
+    return _by_keys(of_block, entries.vectors, queries.size // queries.shape[-1])
 
 
 def _probabilities(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    visible: Bool[Array, "B T S"],
+    lse: Float[Array, "B T N"],
     soft_cap: float | None,
 ) -> Float[Array, "B T S"]:
-    """Returns the sum over heads of their softmax over visible keys, one head after the other."""
-    group, by_head = q.shape[2] // k.shape[2], jnp.moveaxis(k.astype(q.dtype), 2, 0)
+    """Returns the sum over heads of exp(logit - lse), a block of keys after the other."""
+    rows, length, heads, size = q.shape
+    group = heads // k.shape[2]
 
-    def add(total, head):
-        q, number = head
-        x = gather.einsum("BTH,BSH->BTS", q, by_head[number // group]) * q.shape[-1] ** -0.5
-        x = x if soft_cap is None else soft_cap * jnp.tanh(x / soft_cap)
-        return total + jnp.exp(log_softmax(x, visible)), None
+    def of_block(k):
+        k = k.astype(q.dtype)
 
-    heads = jnp.moveaxis(q, 2, 0), jnp.arange(q.shape[2])
-    return lax.scan(add, jnp.zeros(visible.shape), heads)[0]
+        def of_heads(some: slice):
+            of_group = k[:, :, slice(some.start // group, -(-some.stop // group))]
+            queries, sums = (
+                x[:, :, some].reshape(rows, length, of_group.shape[2], -1, *x.shape[3:])
+                for x in (q, lse)
+            )
+            x = gather.einsum("BTKGH,BSKH->BTKGS", queries, of_group) * size**-0.5
+            x = x if soft_cap is None else soft_cap * jnp.tanh(x / soft_cap)
+            return jnp.exp(x - sums[..., None]).sum((2, 3))
+
+        return _sum_of_heads(of_heads, heads)
+
+    return _by_keys(of_block, k, rows * length * heads)
+
+
+def _checkpoint(run: Callable[[Any], Array], words: int) -> Callable[[Any], Array]:
+    """Returns `run` computed again in the backward pass, but for choices of few words."""
+    names = [_BITS] if words <= _KEPT else []
+    return jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*names))
+
+
+def _sum_of_heads(of_heads: Callable[[slice], Array], count: int) -> Array:
+    """Returns the sum of `of_heads` over heads: on CPUs of one after the other.
+
+    TPUs have no array for each head, because their compiler adds the products up as it makes them.
+    """
+    return lax.platform_dependent(
+        cpu=lambda: sum(of_heads(slice(n, n + 1)) for n in range(count)),
+        default=lambda: of_heads(slice(0, count)),
+    )
+
+
+def _by_keys(
+    run: Callable[[Array], Array], keys: Float[Array, "B S ..."], elements: int
+) -> Float[Array, "B T S"]:
+    """Returns `run` of all keys, for a block of keys after the other, computed again backward.
+
+    Args:
+      run: a function from keys [B, s, ...] to an array [B, T, s].
+      elements: numbers that it computes for one key.
+    """
+    length = keys.shape[1]
+    size = max(1, _BLOCK // elements // key_bits.LANES) * key_bits.LANES
+    if size >= length:
+        return run(keys)
+    count = -(-length // size)
+    padded = jnp.pad(keys, [(0, 0), (0, count * size - length)] + [(0, 0)] * (keys.ndim - 2))
+    blocks = padded.reshape(len(keys), count, size, *keys.shape[2:]).swapaxes(0, 1)
+    results = jnp.moveaxis(lax.map(jax.checkpoint(run), blocks), 0, 2)
+    return results.reshape(*results.shape[:2], -1)[..., :length]
 
 
 def _attend_to_copies(

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sparse_golden as golden
-from chosen_support import check_generation
+from chosen_support import check_generation, largest_array
 from tiny_lm import sharp_lm
 
-from lcjax.attention import DSA
+from lcjax.attention import DSA, AttentionMetadata
 from lcjax.attention.base import Features
 from lcjax.errors import InputError
 from lcjax.models import LayerKind, preset
@@ -163,3 +163,24 @@ def test_wrong_input_names_the_way_out():
     kinds = LayerKind(), LayerKind(keys_of=0)
     with pytest.raises(InputError, match=r"type=dsa has parameters .* beside layers with keys_of"):
         CONFIG.replace(pattern=SPARSE, layers=kinds)
+
+
+def test_no_array_grows_with_the_square_of_the_text():
+    length, pattern = 131_072, DSA(heads=4, head_dim=32, top_k=2048)
+
+    def run(features, q, k):
+        places = jnp.arange(length)[None]
+        metadata = AttentionMetadata(places, places, features=features)
+        return pattern.attend(q, k, k, metadata).sum() + pattern.divergence(q, k, metadata).sum()
+
+    shapes = [jax.ShapeDtypeStruct((1, length, n, 64), jnp.float32) for n in (4, 1)]
+    features = Features(
+        {
+            "index": shapes[0].update(shape=(1, length, 4, 32)),
+            "weight": shapes[0].update(shape=(1, length, 4)),
+        },
+        {"index": shapes[1].update(shape=(1, length, 1, 32))},
+        {},
+    )
+    traced = jax.make_jaxpr(jax.grad(run, (0, 1, 2)))(features, *shapes)
+    assert largest_array(traced.jaxpr) <= 4 * gather.BUDGET  # T x T has 1,024 times as many numbers
