@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.attention import AttentionMetadata
+from lcjax.attention.indexer import adds_divergence
 from lcjax.cost import liveness
 from lcjax.models import Decoder, ModelConfig, head, layer_groups
 from lcjax.models import cache as cache_lib
@@ -67,6 +68,8 @@ class Cost:
     weight_gradient_flops: float  # backward, for the trained weights only
     idle_flops: float  # backward, of activations before all trained weights: not computed
     kv_cache_bytes: int  # of one sequence of that length, at the end of its prompt
+    # In a training, the probabilities of attention that patterns learn (`DistilledPattern`)
+    teacher_flops: float = 0.0
 
     @property
     def forward_flops(self) -> float:
@@ -80,7 +83,8 @@ class Cost:
         the familiar three times forward; with adapters on frozen weights it is nearer two.
         """
         activations = self.matmul_flops + 2 * self.attention_flops - self.idle_flops
-        return self.forward_flops + activations + self.weight_gradient_flops
+        backward = activations + self.weight_gradient_flops
+        return self.forward_flops + backward + self.teacher_flops
 
 
 def estimate(
@@ -103,6 +107,10 @@ def estimate(
     parameters_of_patterns = (x for one in config.patterns for x in one.parameters.items())
     projections = {name for name, one in parameters_of_patterns if "D" in one.axes}
     context_flops = _context_flops(config, length, context, trained)
+    # Parameters that learn from a divergence alone need no logits, and no other gradient.
+    is_distilled = any(map(adds_divergence, config.patterns)) and all(
+        is_of_pattern(path) for path in shapes if trained(path)
+    )
     matmul, weight_gradients = 0.0, 0.0
     parameters = active_parameters = trained_parameters = nbytes = 0
     for path, leaf in shapes.items():
@@ -116,20 +124,24 @@ def estimate(
             path == "embed/embedding" and config.tie_embeddings
         )
         product |= is_of_pattern(path) and path.rpartition("/")[2] in projections
+        product &= not (is_distilled and path in ("embed/embedding", "head/kernel"))
         uses = _weight_uses(config, path, length, context)
         flops = 2 * _active(config, path, size) * uses if product else 0
         matmul += flops
         weight_gradients += flops if trained(path) else 0
+    attention, choice = attention_flops(config, length), _choice_flops(config, length)
+    unused = matmul + 2 * (attention - choice) if is_distilled else 0.0
     return Cost(
         parameters=parameters,
         active_parameters=active_parameters,
         trained_parameters=trained_parameters,
         parameter_bytes=nbytes,
         matmul_flops=matmul,
-        attention_flops=attention_flops(config, length) + context_flops.attention,
+        attention_flops=attention + context_flops.attention,
         weight_gradient_flops=weight_gradients,
-        idle_flops=context_flops.idle,
+        idle_flops=context_flops.idle + unused,
         kv_cache_bytes=cache_bytes(config, length),
+        teacher_flops=_teacher_flops(config, length),
     )
 
 
@@ -145,10 +157,26 @@ def attention_flops(config: ModelConfig, length: int, last: int | None = None) -
         layer = config.layer(number)
         mixer = layer.mixer
         flops += mixer.flops() if mixer else 4 * layer.num_heads * layer.head_dim * keys
-        if mixer is None:
-            seen = (length + 1) / 2 if last is None else length - (last - 1) / 2
-            flops += layer.pattern.choice_flops(cache_lib.layer_shape(layer), length, seen)
-    return flops
+    return flops + _choice_flops(config, length, last)
+
+
+def _choice_flops(config: ModelConfig, length: int, last: int | None = None) -> float:
+    """Returns the FLOPs with which a token chooses keys; arguments as in `keys_by_layer`."""
+    keys = (length + 1) / 2 if last is None else length - (last - 1) / 2
+    return sum(
+        count * layer.pattern.choice_flops(cache_lib.layer_shape(layer), length, keys)
+        for layer, count in config.layer_counts
+        if layer.mixer is None
+    )
+
+
+def _teacher_flops(config: ModelConfig, length: int) -> float:
+    """Returns the FLOPs of the logits of all earlier keys, from which patterns learn."""
+    return sum(
+        count * 2 * layer.num_heads * layer.head_dim * (length + 1) / 2
+        for layer, count in config.layer_counts
+        if layer.mixer is None and adds_divergence(layer.pattern)
+    )
 
 
 def cache_bytes(config: ModelConfig, length: int, tensor: int = 1) -> int:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from lcjax import cost
-from lcjax.attention import AdaptiveHeads, Bidirectional, Causal, Quest, Random, Sliding
+from lcjax.attention import DSA, AdaptiveHeads, Bidirectional, Causal, Quest, Random, Sliding
 from lcjax.errors import InputError
 from lcjax.generation import session
 from lcjax.memory.cepe import Cepe
@@ -15,6 +15,7 @@ from lcjax.models import Decoder, LayerKind, ModelConfig, preset
 from lcjax.models import cache as cache_lib
 from lcjax.models.decoder import random_params
 from lcjax.models.experts import Experts
+from lcjax.models.layers import is_of_pattern
 from lcjax.models.lora import LoRA
 from lcjax.models.mixer import GatedDeltaNet
 from lcjax.parallel.sharding import Mesh, make_mesh
@@ -113,6 +114,24 @@ def test_training_adapters_costs_about_two_thirds_of_training_everything():
     assert 0.66 < adapters.training_flops / everything.training_flops < 0.68
     assert adapters.trained_parameters == 32 * 4 * 2 * 8 * 4096
     assert "lora" in NAMED_RULES
+
+
+def test_an_indexer_that_is_trained_alone_needs_no_logits_and_one_teacher():
+    config, length = preset("tiny"), 96
+    layers, width = config.num_layers, config.width
+    heads, size, index = config.num_heads, config.head_dim, 2 * 16
+    dense = config.replace(pattern=DSA(heads=2, head_dim=16, top_k=8, dense=True))
+    alone = cost.estimate(dense, length, trained=is_of_pattern)
+    plain, keys = cost.estimate(config, length), (length + 1) / 2
+    logits = 2 * width * config.vocab_size
+    projections = layers * 2 * width * (index + 16 + 2)
+    choice, teacher = layers * 2 * index * keys, layers * 2 * heads * size * keys
+    assert alone.forward_flops == plain.forward_flops - logits + projections + choice
+    backward = 2 * choice + projections
+    assert alone.training_flops == pytest.approx(alone.forward_flops + teacher + backward)
+    both = cost.estimate(dense, length)
+    assert both.forward_flops == plain.forward_flops + projections + choice
+    assert both.training_flops == pytest.approx(3 * both.forward_flops + teacher)
 
 
 @pytest.mark.parametrize("length", [7, 256, 1000])
