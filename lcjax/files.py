@@ -319,6 +319,14 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def read_input(key: str, name: str) -> str:
+    """Returns the text of the file that the value `name` of a config key names."""
+    path = to_path(name)
+    if not path.is_file():
+        raise InputError(f"{key}={path} is no file")
+    return read_text(path)
+
+
 def read_text(path: Path) -> str:
     """Returns the text of a file; raises an InputError if it is not UTF-8."""
     check_regular(path)

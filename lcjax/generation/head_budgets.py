@@ -1,17 +1,25 @@
-"""Budgets for the pattern `vertical_slash`, searched with the queries of a model on a text."""
+"""Budgets for the pattern `vertical_slash`, searched with the queries of a model on a text.
 
+python -m lcjax.generation.head_budgets --model.path=smollm2-135m-instruct --text_file=book.txt \\
+    --out=heads.json
+"""
+
+import collections
+import dataclasses
 import json
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from lcjax import config as config_lib
 from lcjax.attention import Causal
 from lcjax.attention.base import rotate_qk
 from lcjax.attention.vertical_slash import CANDIDATES, SparseHead, attention_mass, best_budgets
-from lcjax.errors import InputError
+from lcjax.checkpoints.build import ModelSection
+from lcjax.errors import InputError, PositiveInt, check_fields
+from lcjax.files import read_input, write_whole
 from lcjax.generation.language_model import LanguageModel
 from lcjax.generation.session import check_token_ids
 from lcjax.generation.watched import watch
-from lcjax.storage import to_path
 
 
 def head_budgets(
@@ -53,8 +61,38 @@ def head_budgets(
     return [best_budgets(shares, candidates) for shares in by_layer]
 
 
-def write_head_budgets(
-    lm: LanguageModel, text: Sequence[int], file: str | Path, *, start: int = 2500
-) -> None:
-    """Writes `head_budgets` as a `file` of the pattern `vertical_slash` (.json)."""
-    to_path(file).write_text(json.dumps(head_budgets(lm, text, start=start)))
+@dataclasses.dataclass(frozen=True)
+class HeadBudgetSearch:
+    """A search of `head_budgets`, and the file in which its result is written."""
+
+    model: ModelSection = dataclasses.field(default_factory=ModelSection)
+    text_file: str | None = None
+    tokens: PositiveInt = 8192  # first tokens of the text
+    start: PositiveInt = 2500  # first of these whose attention does not count
+    out: str = "head_budgets.json"  # for model.pattern.file
+
+    def __post_init__(self):
+        check_fields("", self)
+
+
+def search(config: HeadBudgetSearch) -> None:
+    """Writes the budgets that keep most of each head's attention to a text."""
+    if config.text_file is None:
+        raise InputError("text_file=null: give --text_file=FILE, a text of some thousand tokens")
+    text = read_input("text_file", config.text_file)
+    lm = LanguageModel.load(config.model)
+    ids = lm.encode(text)[: config.tokens]
+    budgets = head_budgets(lm, ids, start=config.start)
+    write_whole(config.out, json.dumps(budgets) + "\n")
+    kept = [entry[-1] for layer in budgets for entry in layer.values()]
+    pairs = ((entry[1], entry[2]) for layer in budgets for entry in layer.values())
+    print(f"{len(ids):,} tokens; attention kept, mean {100 * sum(kept) / len(kept):.1f} %, least")
+    print(f"{100 * min(kept):.1f} %. Heads by columns and diagonals:")
+    for (columns, diagonals), count in sorted(collections.Counter(pairs).items()):
+        print(f"{count:6} heads  {columns:5} columns  {diagonals:5} diagonals")
+    print(f"Written: {config.out}\nRead it with --model.pattern.type=vertical_slash", end=" ")
+    print(f"--model.pattern.file={config.out}")
+
+
+if __name__ == "__main__":
+    sys.exit(config_lib.main(HeadBudgetSearch, search))

@@ -11,7 +11,7 @@ from lcjax.checkpoints.build import ModelSection
 from lcjax.config.help import print_help
 from lcjax.errors import InputError, PositiveInt, check_fields, check_integer, suggestion
 from lcjax.evaluation.plots import check_picture
-from lcjax.files import read_text
+from lcjax.files import read_input
 from lcjax.generation.language_model import LanguageModel
 from lcjax.models import LayerKind, preset
 from lcjax.pictures.draw import (
@@ -166,7 +166,7 @@ def _attention(config: AttentionPicture) -> None:
         raise InputError("prompt: give either --prompt=TEXT or --prompt_file=FILE")
     prompt = config.prompt
     if config.prompt_file is not None:
-        prompt = _text("prompt_file", config.prompt_file)
+        prompt = read_input("prompt_file", config.prompt_file)
     check_picture(to_path(config.out))  # before the model is loaded
     attention = attention_picture(
         LanguageModel.load(config.model), prompt, config.out, answer=config.answer,
@@ -179,7 +179,7 @@ def _attention(config: AttentionPicture) -> None:
 def _recall(config: RecallNumbers) -> None:
     if config.text_file is None:
         raise InputError("text_file=null: give --text_file=FILE, a text of some thousand tokens")
-    text = _text("text_file", config.text_file)
+    text = read_input("text_file", config.text_file)
     lm = LanguageModel.load(config.model)
     ids = lm.encode(text)[: config.tokens]
     recall = attention_recall(lm, ids, queries=config.queries)
@@ -188,13 +188,6 @@ def _recall(config: RecallNumbers) -> None:
     for number, (mass, keys) in enumerate(zip(recall.mass.mean(1), recall.keys.mean(1))):
         print(f"{number:5}  {100 * mass:12.1f} %  {100 * keys:7.1f} %")
     print(f"  all  {100 * recall.mass.mean():12.1f} %  {100 * recall.keys.mean():7.1f} %")
-
-
-def _text(key: str, name: str) -> str:
-    path = to_path(name)
-    if not path.is_file():
-        raise InputError(f"{key}={path} is no file")
-    return read_text(path)
 
 
 def _print_paths(path: Path) -> None:

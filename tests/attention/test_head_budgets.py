@@ -13,10 +13,11 @@ import sparse_golden as golden
 from test_vertical_slash import naive, qkv
 from tiny_lm import ids, sharp_lm
 
+from lcjax import config as config_lib
 from lcjax.attention import Longformer, Sliding, SparseHead, VerticalSlash, search_head_budgets
 from lcjax.attention import vertical_slash as module
 from lcjax.errors import InputError
-from lcjax.generation.head_budgets import head_budgets
+from lcjax.generation.head_budgets import HeadBudgetSearch, head_budgets, search
 from lcjax.models import LayerKind, preset
 
 
@@ -213,3 +214,16 @@ def test_a_model_searches_a_file_that_it_reads_prompts_with(tmp_path):
     assert got == want
     with pytest.raises(InputError, match="200 tokens, and the first 2500 do not count"):
         head_budgets(lm, text)
+
+
+def test_the_command_writes_a_file_that_the_pattern_reads(tmp_path, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "heads.json"
+    text.write_text("one two three four " * 40)
+    words = [f"--text_file={text}", f"--out={out}", "--tokens=150", "--start=100"]
+    words += ["--model.preset=tiny"]
+    assert config_lib.main(HeadBudgetSearch, search, words) == 0
+    layers = module.read_head_budgets(str(out))
+    assert len(layers) == preset("tiny").num_layers
+    assert "150 tokens; attention kept, mean" in capsys.readouterr().out
+    assert config_lib.main(HeadBudgetSearch, search, words[1:]) == 2
+    assert "give --text_file=FILE" in capsys.readouterr().err
