@@ -208,11 +208,11 @@ class ChosenKeys(DistilledPattern):
             of_keys = entries.keys_of(visible)
             if not is_causal:
                 lse = [flash(q, k, k, key_bits=key_bits.pack(of_keys), **options)[1]]
-            teacher = _probabilities(q, k, *lse, metadata.soft_cap)
+            teacher = _probabilities(q, k, *lse, of_keys, metadata.soft_cap)
             teacher = entries.sums(jnp.where(of_keys, teacher, 0))
             teacher = teacher if axis is None else lax.psum(teacher, axis)
             teacher /= q.shape[2] * devices
-            return kl_divergence(teacher, _scores(features, entries), visible)
+            return kl_divergence(teacher, _scores(features, entries, visible), visible)
 
         of_tile = _checkpoint(of_tile, rows * q.shape[1] * key_bits.num_words(count))
         with jax.named_scope("divergence"):
@@ -229,13 +229,14 @@ class ChosenKeys(DistilledPattern):
         bound = (jnp.abs(features["weight"]) * gather.lengths(features["index"])).sum(-1)
         bound *= jnp.where(visible, gather.lengths(entries.vectors)[:, None], 0).max(-1)
         margin = gather.tie(entries.vectors.dtype) * bound[..., None]
-        return gather.is_best(_scores(features, entries), self.num_chosen, visible, margin)
+        scores = _scores(features, entries, visible)
+        return gather.is_best(scores, self.num_chosen, visible, margin)
 
 
 def _scores(
-    features: dict[str, Float[Array, "B T ..."]], entries: Entries
+    features: dict[str, Float[Array, "B T ..."]], entries: Entries, visible: Bool[Array, "B T C"]
 ) -> Float[Array, "B T C"]:
-    """Returns the indexer's scores of all entries, a block of entries after the other."""
+    """Returns the indexer's scores of visible entries, a block of entries after the other."""
     queries, weights = features["index"], features["weight"]
 
     def of_block(vectors):
@@ -247,16 +248,17 @@ def _scores(
 
         return _sum_of_heads(of_heads, queries.shape[2])
 
-    return _by_keys(of_block, entries.vectors, queries.size // queries.shape[-1])
+    return _by_keys(of_block, entries.vectors, visible, queries.size // queries.shape[-1])
 
 
 def _probabilities(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     lse: Float[Array, "B T N"],
+    visible: Bool[Array, "B T S"],
     soft_cap: float | None,
 ) -> Float[Array, "B T S"]:
-    """Returns the sum over heads of exp(logit - lse), a block of keys after the other."""
+    """Returns the sum over heads of exp(logit - lse) of visible keys, a block after the other."""
     rows, length, heads, size = q.shape
     group = heads // k.shape[2]
 
@@ -275,7 +277,7 @@ def _probabilities(
 
         return _sum_of_heads(of_heads, heads)
 
-    return _by_keys(of_block, k, rows * length * heads)
+    return _by_keys(of_block, k, visible, rows * length * heads)
 
 
 def _checkpoint(run: Callable[[Any], Array], words: int) -> Callable[[Any], Array]:
@@ -296,12 +298,18 @@ def _sum_of_heads(of_heads: Callable[[slice], Array], count: int) -> Array:
 
 
 def _by_keys(
-    run: Callable[[Array], Array], keys: Float[Array, "B S ..."], elements: int
+    run: Callable[[Array], Array],
+    keys: Float[Array, "B S ..."],
+    visible: Bool[Array, "B T S"],
+    elements: int,
 ) -> Float[Array, "B T S"]:
     """Returns `run` of all keys, for a block of keys after the other, computed again backward.
 
+    Blocks in which no query sees a key are left out.
+
     Args:
       run: a function from keys [B, s, ...] to an array [B, T, s].
+      visible: the keys whose results are needed; those of others may be any number.
       elements: numbers that it computes for one key.
     """
     length = keys.shape[1]
@@ -309,9 +317,18 @@ def _by_keys(
     if size >= length:
         return run(keys)
     count = -(-length // size)
-    padded = jnp.pad(keys, [(0, 0), (0, count * size - length)] + [(0, 0)] * (keys.ndim - 2))
+    padding = 0, count * size - length
+    padded = jnp.pad(keys, [(0, 0), padding] + [(0, 0)] * (keys.ndim - 2))
     blocks = padded.reshape(len(keys), count, size, *keys.shape[2:]).swapaxes(0, 1)
-    results = jnp.moveaxis(lax.map(jax.checkpoint(run), blocks), 0, 2)
+    is_needed = jnp.pad(visible.any((0, 1)), [padding]).reshape(count, size).any(1)
+    zeros = jnp.zeros((*visible.shape[:2], size))
+
+    @jax.checkpoint
+    def of_block(block):
+        keys, is_needed = block
+        return lax.cond(is_needed, run, lambda _: zeros, keys)
+
+    results = jnp.moveaxis(lax.map(of_block, (blocks, is_needed)), 0, 2)
     return results.reshape(*results.shape[:2], -1)[..., :length]
 
 

@@ -10,7 +10,7 @@ import sparse_golden as golden
 from chosen_support import check_generation, largest_array
 from tiny_lm import sharp_lm
 
-from lcjax.attention import DSA, AttentionMetadata
+from lcjax.attention import DSA, AttentionMetadata, chosen_keys
 from lcjax.attention.base import Features
 from lcjax.errors import InputError
 from lcjax.models import LayerKind, preset
@@ -184,3 +184,26 @@ def test_no_array_grows_with_the_square_of_the_text():
     )
     traced = jax.make_jaxpr(jax.grad(run, (0, 1, 2)))(features, *shapes)
     assert largest_array(traced.jaxpr) <= 4 * gather.BUDGET  # T x T has 1,024 times as many numbers
+
+
+def test_blocks_of_keys_and_tiles_of_queries_change_nothing(monkeypatch):
+    rng, pattern = np.random.default_rng(3), DSA(heads=2, head_dim=8, top_k=20)
+    metadata = golden.metadata({"cu_seqlens": [0, 140, 300]})
+    sizes = [(4, 16), (2, 16), (2, 16), (2, 8), (2,), (1, 8)]
+    q, k, v, *rest = (jnp.asarray(rng.normal(size=(1, 300, *x)), jnp.float32) for x in sizes)
+    features = Features({"index": rest[0], "weight": rest[1]}, {"index": rest[2]}, {})
+
+    def run(q, k, v, features):
+        with_features = metadata.replace(features=features)
+        out = pattern.attend(q, k, v, with_features)
+        return (out * q).sum() + pattern.divergence(q, k, with_features).sum()
+
+    def results():
+        gradient = jax.jit(jax.value_and_grad(run, (0, 1, 2, 3)))
+        return jax.tree.leaves(gradient(q, k, v, features))
+
+    want = results()
+    monkeypatch.setattr(gather, "BUDGET", 7 * 300)  # tiles of 7 queries
+    monkeypatch.setattr(chosen_keys, "_BLOCK", 1)  # blocks of 128 keys
+    for found, expected in zip(results(), want, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
