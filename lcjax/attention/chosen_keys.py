@@ -321,12 +321,11 @@ def _by_keys(
     padded = jnp.pad(keys, [(0, 0), padding] + [(0, 0)] * (keys.ndim - 2))
     blocks = padded.reshape(len(keys), count, size, *keys.shape[2:]).swapaxes(0, 1)
     is_needed = jnp.pad(visible.any((0, 1)), [padding]).reshape(count, size).any(1)
-    zeros = jnp.zeros((*visible.shape[:2], size))
+    zeros, again = jnp.zeros((*visible.shape[:2], size)), jax.checkpoint(run)
 
-    @jax.checkpoint
     def of_block(block):
         keys, is_needed = block
-        return lax.cond(is_needed, run, lambda _: zeros, keys)
+        return lax.cond(is_needed, again, lambda _: zeros, keys)
 
     results = jnp.moveaxis(lax.map(of_block, (blocks, is_needed)), 0, 2)
     return results.reshape(*results.shape[:2], -1)[..., :length]

@@ -29,7 +29,7 @@ from lcjax.attention.indexer import adds_divergence
 from lcjax.cost import liveness
 from lcjax.models import Decoder, ModelConfig, head, layer_groups
 from lcjax.models import cache as cache_lib
-from lcjax.models.layers import is_of_pattern
+from lcjax.models.layers import CollectTerms, is_of_pattern
 from lcjax.models.loss import cross_entropy
 from lcjax.models.tiles import tile_bytes
 from lcjax.models.weight_storage import kernel_of, num_weights
@@ -108,9 +108,8 @@ def estimate(
     projections = {name for name, one in parameters_of_patterns if "D" in one.axes}
     context_flops = _context_flops(config, length, context, trained)
     # Parameters that learn from a divergence alone need no logits, and no other gradient.
-    is_distilled = any(map(adds_divergence, config.patterns)) and all(
-        is_of_pattern(path) for path in shapes if trained(path)
-    )
+    is_distilled = any(map(adds_divergence, config.patterns))
+    is_distilled &= all(is_of_pattern(path) for path in shapes if trained(path))
     matmul, weight_gradients = 0.0, 0.0
     parameters = active_parameters = trained_parameters = nbytes = 0
     for path, leaf in shapes.items():
@@ -736,6 +735,8 @@ def _peak(
     """
     model = Decoder(config)
     trained, frozen = split(nest(parameter_shapes(config)), learned.__contains__)
+    diverges = any(map(adds_divergence, config.patterns))
+    is_distilled = diverges and all(map(is_of_pattern, learned))
     shapes = [jax.ShapeDtypeStruct((rows, length), jnp.int32)]
     if chunks is not None:
         shapes.append(jax.ShapeDtypeStruct((rows, *chunks), jnp.int32))
@@ -746,9 +747,14 @@ def _peak(
             if context is not None:
                 parts = context, context > 0
                 memory = model.apply({"params": params}, *parts, method="encode")
-            hidden = model.apply({"params": params}, tokens, memory=memory).hidden
             weights = jnp.ones(tokens.shape)
-            return cross_entropy(hidden, head(params, config), tokens, weights)[0]
+            collect = CollectTerms(weights) if diverges else None
+            output = model.apply({"params": params}, tokens, memory=memory, collect=collect)
+            divergence = sum(map(jnp.sum, jax.tree.leaves(output.divergence)))
+            if is_distilled:
+                return divergence
+            ce, _ = cross_entropy(output.hidden, head(params, config), tokens, weights)
+            return ce + divergence
 
         return jax.grad(loss)(trained)
 
