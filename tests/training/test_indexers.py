@@ -30,7 +30,11 @@ PATTERNS = {
     "seer_r": SeerAttentionR(block=8, top_k=3, gate_dim=SIZE),
 }
 PATTERNS["seer"] = SeerAttention(block=8, gate_dim=8, dense=True)
-INDEXERS = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+# QSA is DSA with other features, and those of seer_r are like those of msa.
+SLOW = {name: pytest.mark.slow for name in ("qsa", "seer_r")}
+INDEXERS = pytest.mark.parametrize(
+    "pattern", [pytest.param(x, id=n, marks=SLOW.get(n, ())) for n, x in PATTERNS.items()]
+)
 
 
 @functools.cache
