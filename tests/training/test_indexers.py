@@ -31,7 +31,7 @@ PATTERNS = {
 }
 PATTERNS["seer"] = SeerAttention(block=8, gate_dim=8, dense=True)
 # QSA is DSA with other features, and those of seer_r are like those of msa.
-SLOW = {name: pytest.mark.slow for name in ("qsa", "seer_r")}
+SLOW = dict.fromkeys(("qsa", "seer_r"), pytest.mark.slow)
 INDEXERS = pytest.mark.parametrize(
     "pattern", [pytest.param(x, id=n, marks=SLOW.get(n, ())) for n, x in PATTERNS.items()]
 )
