@@ -691,7 +691,20 @@ def _backward_bytes(
     learned = frozenset(filter(_any_layer(config, trained), _scanned_shapes(config)))
     local = _local_config(config, sizes).replace(scan_layers=True)
     parts = sizes["expert"] if config.experts and not config.experts.count % sizes["expert"] else 1
-    return _peak(local, rows, -(-length // shards), chunks, learned, platform, gathers, parts)
+    device, host = _peak(
+        local, rows, -(-length // shards), chunks, learned, platform, gathers, parts
+    )
+    if shards > 1:
+        device += max(_gathered_bytes(layer, rows, length) for layer, _ in local.layer_counts)
+    return device, host
+
+
+def _gathered_bytes(layer: ModelConfig, rows: int, length: int) -> int:
+    """Returns the bytes of keys and values of whole texts, if the pattern chooses among them."""
+    if layer.mixer is not None or layer.pattern.is_position_based:
+        return 0
+    width = 2 * layer.num_kv_heads * layer.head_dim
+    return rows * length * width * layer.compute_dtype().itemsize
 
 
 def _any_layer(config: ModelConfig, trained: Callable[[str], bool]) -> Callable[[str], bool]:
