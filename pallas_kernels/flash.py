@@ -74,7 +74,8 @@ def flash(
         tables are constants of the compiled program. If a traced table overflowed its capacity,
         all results are NaN.
       key_bits: the keys that each query may see, the same for all heads, in addition to the mask
-        (`pallas_kernels.key_bits.pack`). Blocks without any are not visited.
+        (`pallas_kernels.key_bits.pack`); W is that of all S keys. Blocks without any are not
+        visited. They stand alone, without a table and a layout, and `splits` has no effect.
       q_index, k_index: order indices of queries and keys, shared by all rows or one set per row; by
         default 0, 1, .... They may be traced (a decoding step passes offset + arange(T)).
       q_segments, k_segments: a query sees only keys of its own segment; segment 0 is padding, which

@@ -179,12 +179,12 @@ def listed(is_chosen, count: int):
 def kth_largest(x, k: int):
     """Returns the k-th largest of the float32 values of each row, [..., C] -> [..., 1].
 
-    Sorting is slow where k is large, on accelerators more than on CPUs. There the bits of the value
-    are found, two at a time, from how many values are at least as large: 48 counts in 16 passes.
+    Sorting is slow where k is large. For more than `FEW` the bits of the value are found, two at a
+    time, from how many values are at least as large: 48 counts in 16 passes.
     """
+    x = x.astype(jnp.float32)
     if k <= FEW:
         return lax.top_k(x, k)[0][..., -1:]
-    x = x.astype(jnp.float32)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     order = jnp.where(bits >= sign, ~bits, bits | sign)  # sorted as the values are
@@ -223,7 +223,7 @@ def _start_of_last(is_one, count):
     tiles = tiles.reshape(*is_one.shape[:-1], -1, 128)
     behind = _sums_behind(tiles.sum(-1, dtype=jnp.int32))  # from each tile on
     fits = behind <= count
-    first = jnp.minimum((~fits).sum(-1, keepdims=True, dtype=jnp.int32), fits.shape[-1])
+    first = (~fits).sum(-1, keepdims=True, dtype=jnp.int32)
     before = jnp.maximum(first - 1, 0)  # the tile that does not fit as a whole
     tile = jnp.take_along_axis(tiles, before[..., None], axis=-2)[..., 0, :]
     rest = jnp.where(first < fits.shape[-1], jnp.take_along_axis(behind, first, -1, mode="clip"), 0)

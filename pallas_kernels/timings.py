@@ -109,10 +109,10 @@ def _form(q, k, operands, spec) -> str:
         return "landmark"
     if is_quantised(k):
         return "codes"
-    if q.shape[1] * q.shape[2] // k.shape[2] <= FEW:
-        return "few queries"
     if operands.key_bits is not None:
         return CHOSEN
+    if q.shape[1] * q.shape[2] // k.shape[2] <= FEW:
+        return "few queries"
     if operands.table is not None or spec.table is not None:
         return "blocks"
     if q.shape[1] != k.shape[1]:

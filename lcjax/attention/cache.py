@@ -412,8 +412,9 @@ class FullCache(LayerCache):
             )
         if self.features and not self.rotated:
             raise InputError(
-                f"model.pattern keeps {self.features[0][0]} keys that are rotated, and exact=True"
-                " rotates keys again while the text grows; leave exact out, or take another pattern"
+                f"model.pattern keeps {self.features[0][0]} keys beside those of attention, and"
+                " exact=True rotates the latter alone again while the text grows; leave exact out,"
+                " or take another pattern"
             )
         return self, length
 

@@ -77,7 +77,7 @@ def complete_blocks(keys: DocumentTokens, block: int) -> Blocks:
         slots = jnp.argsort(segments == 0, axis=1, stable=True).astype(jnp.int32)
         index, segments = (jnp.take_along_axis(x, slots, axis=1) for x in (index, segments))
     ends = [
-        jnp.pad(x[:, block - 1 :], [(0, 0), (0, block - 1)], constant_values=-1)
+        jnp.pad(x[:, block - 1 :], [(0, 0), (0, min(block - 1, length))], constant_values=-1)
         for x in (index, segments)
     ]
     is_block = (index % block == 0) & (segments > 0)

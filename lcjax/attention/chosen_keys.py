@@ -28,7 +28,9 @@ from lcjax.rope.rotation import no_rotation
 from pallas_kernels import causal, flash, gather, key_bits, window
 
 _BITS = "key_bits"  # checkpoint name of a choice
-_KEPT = 2**27  # words: the choice of up to so many is kept for the backward pass, else made again
+# A choice of up to so many words is saved for the backward pass, that of attention and that of the
+# divergence; a larger one is made again.
+_MAX_SAVED = 2**26
 # Numbers that are computed for a block of keys: smaller blocks take more steps of a TPU, and arrays
 # of larger ones more memory in the backward pass.
 _BLOCK = 2**23
@@ -148,11 +150,18 @@ class ChosenKeys(DistilledPattern):
         arrays = q, metadata.features.queries, queries.with_segments()
         if length * self.num_read < size:
             with jax.named_scope("attention"):
-                ids, is_key = gather.listed(is_read(arrays[1:]), self.num_read)
+                ids, is_key = gather.by_tile(
+                    lambda tokens: gather.listed(is_read(tokens), self.num_read),
+                    arrays[1:],
+                    rows * size,
+                )
                 return _attend_to_copies(q, k, v, ids, is_key, metadata.soft_cap)
+        # The gradients of tiles are added in float32.
+        dtypes, pair = (k.dtype, v.dtype), (k.astype(jnp.float32), v.astype(jnp.float32))
 
         def of_tile(arrays):
             q, *tokens = arrays
+            k, v = (x.astype(dtype) for x, dtype in zip(pair, dtypes, strict=True))
             with jax.named_scope("choose"):
                 bits = gather.by_tile(
                     lambda tokens: key_bits.pack(is_read(tokens)), tuple(tokens), rows * size
@@ -189,7 +198,10 @@ class ChosenKeys(DistilledPattern):
         q, k = map(lax.stop_gradient, rotate_qk(q, k, metadata))
         plain = metadata.replace(rotation=no_rotation(), keys_rotated=True)
         entries = self.entries(keys.with_segments(), metadata)
+        entries = entries._replace(vectors=entries.vectors.astype(jnp.float32))  # as in `_attend`
         rows, size, count = len(q), k.shape[1], entries.last.shape[1]
+        if not count:  # fewer tokens than a run
+            return jnp.zeros(q.shape[:2])
         devices = 1 if axis is None else lax.axis_size(axis)
         options = {"soft_cap": metadata.soft_cap, "implementation": metadata.implementation}
         arrays = q, metadata.features.queries, queries.with_segments()
@@ -228,7 +240,7 @@ class ChosenKeys(DistilledPattern):
         features, entries = lax.stop_gradient((features, entries))
         bound = (jnp.abs(features["weight"]) * gather.lengths(features["index"])).sum(-1)
         bound *= jnp.where(visible, gather.lengths(entries.vectors)[:, None], 0).max(-1)
-        margin = gather.tie(entries.vectors.dtype) * bound[..., None]
+        margin = gather.tie(features["index"].dtype) * bound[..., None]
         scores = _scores(features, entries, visible)
         return gather.is_best(scores, self.num_chosen, visible, margin)
 
@@ -237,13 +249,14 @@ def _scores(
     features: dict[str, Float[Array, "B T ..."]], entries: Entries, visible: Bool[Array, "B T C"]
 ) -> Float[Array, "B T C"]:
     """Returns the indexer's scores of visible entries, a block of entries after the other."""
-    queries, weights = features["index"], features["weight"]
+    dtype, weights = features["index"].dtype, features["weight"]
+    queries = features["index"].astype(jnp.float32)  # the gradients of blocks are added in float32
 
     def of_block(vectors):
-        vectors = vectors.astype(queries.dtype)
+        vectors = vectors.astype(dtype)
 
         def of_heads(heads: slice):
-            products = gather.einsum("BTIJ,BCJ->BTIC", queries[:, :, heads], vectors)
+            products = gather.einsum("BTIJ,BCJ->BTIC", queries[:, :, heads].astype(dtype), vectors)
             return (jax.nn.relu(products) * weights[:, :, heads, None]).sum(2)
 
         return _sum_of_heads(of_heads, queries.shape[2])
@@ -282,14 +295,15 @@ def _probabilities(
 
 def _checkpoint(run: Callable[[Any], Array], words: int) -> Callable[[Any], Array]:
     """Returns `run` computed again in the backward pass, but for choices of few words."""
-    names = [_BITS] if words <= _KEPT else []
+    names = [_BITS] if words <= _MAX_SAVED else []
     return jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*names))
 
 
 def _sum_of_heads(of_heads: Callable[[slice], Array], count: int) -> Array:
     """Returns the sum of `of_heads` over heads: on CPUs of one after the other.
 
-    TPUs have no array for each head, because their compiler adds the products up as it makes them.
+    The compiler for TPUs adds products up as it makes them, without an array for each head; that
+    for CPUs would write it.
     """
     return lax.platform_dependent(
         cpu=lambda: sum(of_heads(slice(n, n + 1)) for n in range(count)),
@@ -303,9 +317,9 @@ def _by_keys(
     visible: Bool[Array, "B T S"],
     elements: int,
 ) -> Float[Array, "B T S"]:
-    """Returns `run` of all keys, for a block of keys after the other, computed again backward.
+    """Returns `run` of all keys, for a block of keys after the other if they are many.
 
-    Blocks in which no query sees a key are left out.
+    Blocks are computed again in the backward pass. Those in which no query sees a key are left out.
 
     Args:
       run: a function from keys [B, s, ...] to an array [B, T, s].
@@ -321,11 +335,11 @@ def _by_keys(
     padded = jnp.pad(keys, [(0, 0), padding] + [(0, 0)] * (keys.ndim - 2))
     blocks = padded.reshape(len(keys), count, size, *keys.shape[2:]).swapaxes(0, 1)
     is_needed = jnp.pad(visible.any((0, 1)), [padding]).reshape(count, size).any(1)
-    zeros, again = jnp.zeros((*visible.shape[:2], size)), jax.checkpoint(run)
+    zeros, recomputed = jnp.zeros((*visible.shape[:2], size)), jax.checkpoint(run)
 
     def of_block(block):
         keys, is_needed = block
-        return lax.cond(is_needed, again, lambda _: zeros, keys)
+        return lax.cond(is_needed, recomputed, lambda _: zeros, keys)
 
     results = jnp.moveaxis(lax.map(of_block, (blocks, is_needed)), 0, 2)
     return results.reshape(*results.shape[:2], -1)[..., :length]

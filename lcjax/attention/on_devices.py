@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from lcjax.attention.base import AttentionMetadata, Features
 
@@ -17,7 +17,7 @@ from lcjax.attention.base import AttentionMetadata, Features
 class DocumentTokens(NamedTuple):
     """Positions, order indices and documents of tokens."""
 
-    positions: Int[Array, "B S"]
+    positions: Num[Array, "B S"]
     index: Int[Array, "B S"]
     segments: Int[Array, "B S"] | None  # 0 is padding; None: one document
 

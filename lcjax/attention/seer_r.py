@@ -12,7 +12,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from lcjax.attention.base import AttentionMetadata, Features, Parameter, Pattern, rotate_qk
 from lcjax.attention.cache import FullCache, LayerCache
@@ -111,7 +111,7 @@ class SeerAttentionR(DistilledPattern, ChosenBlocks):
     def _gates_of_blocks(
         self,
         pools: Float[Array, "B C K P H"],
-        starts: Int[Array, "B C"],
+        starts: Num[Array, "B C"],
         metadata: AttentionMetadata,
         dtype: jnp.dtype,
         first_head: Int[Array, ""] | int = 0,
@@ -186,6 +186,8 @@ class SeerAttentionR(DistilledPattern, ChosenBlocks):
         return on_devices(self._divergence, q, k, None, metadata, by_head=True)
 
     def _divergence(self, q, k, v, queries, keys, metadata, axis):
+        if k.shape[1] < self.block:
+            return jnp.zeros(q.shape[:2])
         blocks = complete_blocks(keys, self.block)
         gates = self._gates(k, keys, blocks, metadata, axis)
         q, k = map(lax.stop_gradient, rotate_qk(q, k, metadata))

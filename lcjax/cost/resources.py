@@ -29,7 +29,7 @@ from lcjax.attention.indexer import adds_divergence
 from lcjax.cost import liveness
 from lcjax.models import Decoder, ModelConfig, head, layer_groups
 from lcjax.models import cache as cache_lib
-from lcjax.models.layers import CollectTerms, is_of_pattern
+from lcjax.models.layers import CollectTerms, is_of_pattern, learns_by_divergence
 from lcjax.models.loss import cross_entropy
 from lcjax.models.tiles import tile_bytes
 from lcjax.models.weight_storage import kernel_of, num_weights
@@ -108,8 +108,7 @@ def estimate(
     projections = {name for name, one in parameters_of_patterns if "D" in one.axes}
     context_flops = _context_flops(config, length, context, trained)
     # Parameters that learn from a divergence alone need no logits, and no other gradient.
-    is_distilled = any(map(adds_divergence, config.patterns))
-    is_distilled &= all(is_of_pattern(path) for path in shapes if trained(path))
+    is_distilled = learns_by_divergence(config.patterns, filter(trained, shapes))
     matmul, weight_gradients = 0.0, 0.0
     parameters = active_parameters = trained_parameters = nbytes = 0
     for path, leaf in shapes.items():
@@ -749,7 +748,7 @@ def _peak(
     model = Decoder(config)
     trained, frozen = split(nest(parameter_shapes(config)), learned.__contains__)
     diverges = any(map(adds_divergence, config.patterns))
-    is_distilled = diverges and all(map(is_of_pattern, learned))
+    is_distilled = learns_by_divergence(config.patterns, learned)
     shapes = [jax.ShapeDtypeStruct((rows, length), jnp.int32)]
     if chunks is not None:
         shapes.append(jax.ShapeDtypeStruct((rows, *chunks), jnp.int32))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from lcjax.attention import AttentionMetadata, Disentangled, Pattern, TransformerXL
 from lcjax.attention.cache import Arrays
-from lcjax.attention.indexer import adds_divergence
+from lcjax.attention.indexer import DistilledPattern, adds_divergence
 from lcjax.attention.relative import RelativeTerms
 from lcjax.models import cache as cache_lib
 from lcjax.models.experts import Load
@@ -365,6 +365,19 @@ class Projections(nn.Module):
         """Applies the output projection to the result of attention."""
         with jax.named_scope("out"):
             return self.out(y)
+
+
+def learns_by_divergence(patterns: Iterable[Pattern], trained: Iterable[str]) -> bool:
+    """Returns whether all trained parameters are of patterns that learn by a divergence alone.
+
+    Args:
+      patterns: those of the model.
+      trained: paths of the trained parameters.
+    """
+    with_parameters, trained = [x for x in patterns if x.parameters], list(trained)
+    teaches_all = all(isinstance(x, DistilledPattern) for x in with_parameters)
+    diverges = any(map(adds_divergence, with_parameters))
+    return diverges and teaches_all and bool(trained) and all(map(is_of_pattern, trained))
 
 
 def is_of_pattern(path: str) -> bool:

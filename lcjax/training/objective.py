@@ -7,13 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from lcjax.attention import Pattern
-from lcjax.attention.indexer import DistilledPattern, adds_divergence
+from lcjax.attention.indexer import adds_divergence
 from lcjax.errors import InputError
 from lcjax.models import Decoder, ModelConfig, head
 from lcjax.models.decoder import DecoderOutput
 from lcjax.models.distill import Distill, Teacher, distillation
 from lcjax.models.experts import Load, balance_loss
-from lcjax.models.layers import CollectTerms, box_offloaded, is_of_pattern, unbox_offloaded
+from lcjax.models.layers import (
+    CollectTerms,
+    box_offloaded,
+    learns_by_divergence,
+    unbox_offloaded,
+)
 from lcjax.models.loss import cross_entropy, token_nll
 from lcjax.models.memory import EncodedContext
 from lcjax.parallel.sharding import LENGTH
@@ -70,7 +75,7 @@ def language_model(
     diverges = any(map(adds_divergence, patterns))
 
     def objective(trained, frozen, batch, key):
-        by_divergence = diverges and _learns_by_divergence(trained, patterns)
+        by_divergence = learns_by_divergence(patterns, flatten(trained))
         params = box_offloaded(union(trained, frozen))
         order = model.token_order(batch["tokens"].shape[1])
         collect = None
@@ -126,12 +131,6 @@ def _balance(layers: Load | tuple[Load | None, ...]) -> jax.Array:
         return balance_loss(layers)
     loads = (load for load in layers if load is not None)
     return balance_loss(jax.tree.map(lambda *x: jnp.stack(x), *loads))
-
-
-def _learns_by_divergence(trained: dict, patterns: Sequence[Pattern]) -> bool:
-    """Returns whether all trained parameters are those of patterns that learn by divergence."""
-    teaches_all = all(isinstance(x, DistilledPattern) for x in patterns if x.parameters)
-    return teaches_all and all(map(is_of_pattern, flatten(trained)))
 
 
 def _divergence(

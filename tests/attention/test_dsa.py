@@ -207,3 +207,38 @@ def test_blocks_of_keys_and_tiles_of_queries_change_nothing(monkeypatch):
     monkeypatch.setattr(chosen_keys, "_BLOCK", 1)  # blocks of 128 keys
     for found, expected in zip(results(), want, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_bfloat16_are_added_in_float32(monkeypatch):
+    monkeypatch.setattr(gather, "BUDGET", 1)  # tiles of one query
+    rng, pattern = np.random.default_rng(4), DSA(heads=2, head_dim=8, top_k=100)
+    metadata = golden.metadata({"cu_seqlens": [0, 256]})
+    sizes = [(2, 16), (1, 16), (1, 16), (2, 8), (2,), (1, 8)]
+    arrays = [jnp.asarray(rng.normal(size=(1, 256, *x)), jnp.bfloat16) for x in sizes]
+
+    def gradients(dtype):
+        def run(q, k, v, index, weight, keys):
+            features = Features({"index": index, "weight": weight}, {"index": keys}, {})
+            return pattern.attend(q, k, v, metadata.replace(features=features)).sum()
+
+        v, *_ = jax.jit(jax.grad(run, (2,)))(*(x.astype(dtype) for x in arrays))
+        return np.asarray(v, np.float32)
+
+    want = gradients(jnp.float32)
+    assert np.linalg.norm(gradients(jnp.bfloat16) - want) < 0.01 * np.linalg.norm(want)
+
+
+def test_few_queries_of_a_long_cache_hold_no_number_for_each_of_its_keys():
+    pattern, q, k = DSA(heads=4, head_dim=32, top_k=64), (1, 2000, 4, 64), (1, 131_072, 1, 64)
+
+    def run(q, k, index, weight, keys):
+        at = jnp.arange(k.shape[1])[None]
+        metadata = AttentionMetadata(
+            at[:, -2000:], at, q_index=at[:, -2000:], k_index=at,
+            features=Features({"index": index, "weight": weight}, {"index": keys}, {}),
+        )  # fmt: skip
+        return pattern.attend(q, k, k, metadata)
+
+    shapes = (q, k, (1, 2000, 4, 32), (1, 2000, 4), (1, 131_072, 1, 32))
+    traced = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes))
+    assert largest_array(traced.jaxpr) <= 4 * gather.BUDGET

@@ -85,6 +85,13 @@ def test_the_divergence_is_between_probabilities_of_runs(top_k):
     np.testing.assert_allclose(apart, want, rtol=2e-4, atol=2e-6)
 
 
+def test_a_text_shorter_than_a_run_teaches_nothing():
+    pattern, x = QSA(heads=2, head_dim=8, top_k=8, run=4), np.ones((1, 3, 5), np.float32)
+    metadata = with_features(golden.metadata({"cu_seqlens": [0, 3]}), pattern, x, np.ones((5, 24)))
+    q, k = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 1, 8))
+    assert not np.any(jax.jit(lambda q, k: pattern.divergence(q, k, metadata))(q, k))
+
+
 def test_generation_equals_reading_the_text_again():
     check_generation(sharp_lm(pattern=QSA(heads=2, head_dim=16, top_k=16, run=4)))
 

@@ -12,7 +12,7 @@ from chosen_support import CONFIG, MESHES, check_devices, check_generation, chec
 from tiny_lm import sharp_lm
 
 from lcjax.attention import AttentionMetadata, SeerAttentionR
-from lcjax.attention.base import rotate_qk
+from lcjax.attention.base import Features, rotate_qk
 from lcjax.attention.pages import PagedCache
 from lcjax.models import Decoder
 from lcjax.rope.rotation import Rotation
@@ -118,3 +118,12 @@ def test_generation_equals_reading_the_text_again():
 def test_eight_devices_compute_what_one_computes(mesh):
     config = CONFIG.replace(pattern=SMALL)
     check_devices(config, params_of(config), mesh, first=27)
+
+
+def test_a_text_shorter_than_a_block_teaches_nothing():
+    q, k = jnp.ones((1, 5, 4, 16)), jnp.ones((1, 5, 2, 16))
+    at = jnp.arange(5)[None]
+    parameters = {"token_gate_key": jnp.ones((2, 3, 16, 8)), "token_gate_key_norm": jnp.ones(8)}
+    features = Features({"gate": jnp.ones((1, 5, 2, 8))}, {}, parameters)
+    metadata = AttentionMetadata(at, at, features=features)
+    assert not np.any(jax.jit(lambda q, k: SMALL.divergence(q, k, metadata))(q, k))
