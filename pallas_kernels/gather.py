@@ -211,14 +211,16 @@ def is_best(x, count: int, exists=None, margin=0.0):
     above = x > least + margin
     equal = (x >= least - margin) & ~above & (x > -jnp.inf)
     needed = count - above.sum(-1, keepdims=True, dtype=jnp.int32)
-    return above | (equal & (jnp.arange(x.shape[-1]) >= _start_of_last(equal, needed)))
+    return above | _last_of(equal, needed)
 
 
-def _start_of_last(is_one, count):
-    """Returns the least index [..., 1] from which on at most `count` [..., 1] entries are true.
+def _last_of(is_one, count):
+    """Returns the last `count` [..., 1] true entries of each row, bool [..., C].
 
-    Entries are counted in tiles of 128 first, since cumulative sums of long rows are slow.
+    Entries of long rows are counted in tiles of 128 first, since their cumulative sums are slow.
     """
+    if is_one.shape[-1] <= 1024:
+        return is_one & (_sums_behind(is_one.astype(jnp.int32)) <= count)
     tiles = jnp.pad(is_one, [(0, 0)] * (is_one.ndim - 1) + [(0, -is_one.shape[-1] % 128)])
     tiles = tiles.reshape(*is_one.shape[:-1], -1, 128)
     behind = _sums_behind(tiles.sum(-1, dtype=jnp.int32))  # from each tile on
@@ -228,7 +230,8 @@ def _start_of_last(is_one, count):
     tile = jnp.take_along_axis(tiles, before[..., None], axis=-2)[..., 0, :]
     rest = jnp.where(first < fits.shape[-1], jnp.take_along_axis(behind, first, -1, mode="clip"), 0)
     skipped = ((_sums_behind(tile.astype(jnp.int32)) + rest) > count).sum(-1, keepdims=True)
-    return 128 * before + jnp.where(first > 0, skipped, 0)
+    start = 128 * before + jnp.where(first > 0, skipped, 0)
+    return is_one & (jnp.arange(is_one.shape[-1]) >= start)
 
 
 def _sums_behind(x):

@@ -73,6 +73,18 @@ def test_the_best_are_listed_in_order(count):
         assert not np.any(ids[row][~is_valid[row]])
 
 
+@pytest.mark.parametrize("length", [300, 1500])
+def test_of_equal_blocks_the_last_are_chosen(length):
+    rng = np.random.default_rng(length)
+    x = rng.integers(0, 4, (20, length)).astype(np.float32)
+    count = length // 3
+    is_best = jax.jit(gather.is_best, static_argnums=1)(x, count)
+    order = np.lexsort((np.arange(length) * np.ones((20, 1)), x))[:, -count:]
+    want = np.zeros(x.shape, bool)
+    np.put_along_axis(want, order, True, -1)
+    np.testing.assert_array_equal(is_best, want)
+
+
 def test_tiles_of_queries_give_what_all_queries_give(monkeypatch):
     monkeypatch.setattr(gather, "BUDGET", 40)
     x = jnp.arange(2 * 23 * 3.0).reshape(2, 23, 3)
