@@ -319,8 +319,10 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def read_input(key: str, name: str) -> str:
+def read_input(key: str, name: str | None) -> str:
     """Returns the text of the file that the value `name` of a config key names."""
+    if name is None:
+        raise InputError(f"{key}=null: give --{key}=FILE, a text file")
     path = to_path(name)
     if not path.is_file():
         raise InputError(f"{key}={path} is no file")

@@ -269,29 +269,42 @@ def by_query(run: Callable[[Any], Any], arrays, elements: int):
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), results)
 
 
-def by_tile(run: Callable[[Any], Any], arrays, elements: int):
+def by_tile(run: Callable[..., Any], arrays, elements: int, shared: tuple = ()):
     """Applies `run` to tiles of queries, one after the other: arrays [B, T, ...] -> [B, T, ...].
 
-    Unlike `by_query`, `run` has all queries of a tile, which read the keys together. The last tile
-    is filled up with zeros.
+    Unlike `by_query`, `run` has all queries of a tile, which read the keys together.
 
     Args:
-      run: a function from arrays [B, t, ...] to arrays [B, t, ...].
+      run: a function from arrays [B, t, ...], and `shared`, to arrays [B, t, ...].
       elements: the largest arrays of `run` have so many numbers for one query of the whole batch.
         A tile has as many queries as stay within `BUDGET` numbers, at least one.
+      shared: as in `in_tiles`.
     """
     length = jax.tree.leaves(arrays)[0].shape[1]
     size = min(length, max(1, BUDGET // max(1, elements)))
-    if size == length:
-        return run(arrays)
-    tiles = -(-length // size)
-    size = -(-length // tiles)
+    return in_tiles(run, arrays, -(-length // size), shared)
+
+
+def in_tiles(run: Callable[..., Any], arrays, count: int, shared: tuple = ()):
+    """Applies `run` to `count` tiles of queries, as `by_tile`; the last one is filled with zeros.
+
+    Args:
+      shared: arrays that every tile reads, whose gradients are added up in float32.
+    """
+    if count == 1:
+        return run(arrays, *shared)
+    length = jax.tree.leaves(arrays)[0].shape[1]
+    size = -(-length // count)
+    dtypes, wide = [x.dtype for x in shared], [x.astype(jnp.float32) for x in shared]
 
     def split(x):
-        x = jnp.pad(x, [(0, 0), (0, tiles * size - length)] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(len(x), tiles, size, *x.shape[2:]).swapaxes(0, 1)
+        x = jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(len(x), count, size, *x.shape[2:]).swapaxes(0, 1)
 
-    results = lax.map(run, jax.tree.map(split, arrays))
+    def of_tile(tile):
+        return run(tile, *(x.astype(dtype) for x, dtype in zip(wide, dtypes, strict=True)))
+
+    results = lax.map(of_tile, jax.tree.map(split, arrays))
     return jax.tree.map(
         lambda x: x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length], results
     )

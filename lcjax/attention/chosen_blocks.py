@@ -57,10 +57,10 @@ class Blocks(NamedTuple):
         slots = self.slots.reshape(len(self.slots), -1)
         return jax.vmap(lambda x, slots: jnp.take(x, slots, axis=0, mode="clip"))(x, slots)
 
-    def means(self, keys: Float[Array, "B S K H"]) -> Float[Array, "B C K H"]:
-        """Returns the float32 mean key of each block, through which no gradient flows."""
-        keys = self.take(jax.lax.stop_gradient(keys)).astype(jnp.float32)
-        return keys.reshape(*self.slots.shape, *keys.shape[2:]).mean(2)
+    def means(self, x: Float[Array, "B S K H"]) -> Float[Array, "B C K H"]:
+        """Returns the float32 mean of the entries of each block."""
+        entries = self.take(x).astype(jnp.float32)
+        return entries.reshape(*self.slots.shape, *x.shape[2:]).mean(2)
 
 
 def complete_blocks(keys: DocumentTokens, block: int) -> Blocks:
@@ -337,25 +337,14 @@ def attend_to_chosen(
     tiles = min(tiles, length)
     if tiles == 1:
         return _attend_tile(q, k, v, chosen, block, **options)
-    size = -(-length // tiles)
-    padding = tiles * size - length
-
-    def split(x, fill):  # [B, T, ...] -> [tiles, B, size, ...]
-        widths = [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)
-        x = jnp.pad(x, widths, constant_values=fill)
-        return x.reshape(len(x), tiles, size, *x.shape[2:]).swapaxes(0, 1)
-
-    # The gradients of tiles are added in float32.
-    dtypes, pair = (k.dtype, v.dtype), (k.astype(jnp.float32), v.astype(jnp.float32))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def of_tile(tile):
-        k, v = (x.astype(dtype) for x, dtype in zip(pair, dtypes, strict=True))
+    def of_tile(tile, k, v):
         q, chosen = tile
-        return _attend_tile(q, k, v, chosen.swapaxes(1, 2), block, **options)
+        return _attend_tile(q, k, v, chosen.swapaxes(1, 2) + count, block, **options)
 
-    results = jax.lax.map(of_tile, (split(q, 0), split(chosen.swapaxes(1, 2), count)))
-    return tuple(x.swapaxes(0, 1).reshape(len(q), -1, *x.shape[3:])[:, :length] for x in results)
+    # Zeros, with which the last tile is filled, then stand for no block.
+    return gather.in_tiles(of_tile, (q, chosen.swapaxes(1, 2) - count), tiles, (k, v))
 
 
 def _attend_tile(q, k, v, chosen, block, **options):

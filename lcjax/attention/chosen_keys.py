@@ -10,7 +10,7 @@ import abc
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +46,7 @@ class Entries(NamedTuple):
 
     def visible_to(self, queries: DocumentTokens) -> Bool[Array, "B T C"]:
         """Returns which entries end at or before each query."""
-        segments = queries.segments[..., None]
-        same = (self.segments[:, None] == segments) & (segments != 0)
-        return same & (self.last[:, None] <= queries.index[..., None])
+        return DocumentTokens(self.last, self.last, self.segments).visible_to(queries)
 
     def keys_of(self, is_chosen: Bool[Array, "B T C"]) -> Bool[Array, "B T S"]:
         """Returns which keys are in a chosen entry."""
@@ -156,12 +154,9 @@ class ChosenKeys(DistilledPattern):
                     rows * size,
                 )
                 return _attend_to_copies(q, k, v, ids, is_key, metadata.soft_cap)
-        # The gradients of tiles are added in float32.
-        dtypes, pair = (k.dtype, v.dtype), (k.astype(jnp.float32), v.astype(jnp.float32))
 
-        def of_tile(arrays):
+        def of_tile(arrays, k, v):
             q, *tokens = arrays
-            k, v = (x.astype(dtype) for x, dtype in zip(pair, dtypes, strict=True))
             with jax.named_scope("choose"):
                 bits = gather.by_tile(
                     lambda tokens: key_bits.pack(is_read(tokens)), tuple(tokens), rows * size
@@ -173,7 +168,7 @@ class ChosenKeys(DistilledPattern):
         words = rows * key_bits.num_words(size)
         if length * words > gather.BUDGET:
             of_tile = _checkpoint(of_tile, length * words)
-        return gather.by_tile(of_tile, arrays, words)
+        return gather.by_tile(of_tile, arrays, words, (k, v))
 
     def always_reads(
         self, queries: DocumentTokens, keys: DocumentTokens
@@ -198,7 +193,6 @@ class ChosenKeys(DistilledPattern):
         q, k = map(lax.stop_gradient, rotate_qk(q, k, metadata))
         plain = metadata.replace(rotation=no_rotation(), keys_rotated=True)
         entries = self.entries(keys.with_segments(), metadata)
-        entries = entries._replace(vectors=entries.vectors.astype(jnp.float32))  # as in `_attend`
         rows, size, count = len(q), k.shape[1], entries.last.shape[1]
         if not count:  # fewer tokens than a run
             return jnp.zeros(q.shape[:2])
@@ -211,11 +205,12 @@ class ChosenKeys(DistilledPattern):
             one = Pass(metadata.q_positions, metadata.k_positions, causal())
             arrays += (partial_attention(q, k, k, one, plain)[1],)
 
-        def of_tile(arrays):
+        def of_tile(arrays, vectors):
             q, features, queries, *lse = arrays
-            visible = entries.visible_to(queries)
+            scored = entries._replace(vectors=vectors)
+            visible = scored.visible_to(queries)
             if not reads_all:
-                bits = key_bits.pack(self._is_chosen(features, entries, visible))
+                bits = key_bits.pack(self._is_chosen(features, scored, visible))
                 visible = key_bits.unpack(checkpoint_name(bits, _BITS))[..., :count]
             of_keys = entries.keys_of(visible)
             if not is_causal:
@@ -224,11 +219,11 @@ class ChosenKeys(DistilledPattern):
             teacher = entries.sums(jnp.where(of_keys, teacher, 0))
             teacher = teacher if axis is None else lax.psum(teacher, axis)
             teacher /= q.shape[2] * devices
-            return kl_divergence(teacher, _scores(features, entries, visible), visible)
+            return kl_divergence(teacher, _scores(features, scored, visible), visible)
 
         of_tile = _checkpoint(of_tile, rows * q.shape[1] * key_bits.num_words(count))
         with jax.named_scope("divergence"):
-            return gather.by_tile(of_tile, arrays, rows * size)
+            return gather.by_tile(of_tile, arrays, rows * size, (entries.vectors,))
 
     def _is_chosen(
         self,
@@ -293,7 +288,7 @@ def _probabilities(
     return _by_keys(of_block, k, visible, rows * length * heads)
 
 
-def _checkpoint(run: Callable[[Any], Array], words: int) -> Callable[[Any], Array]:
+def _checkpoint(run: Callable[..., Array], words: int) -> Callable[..., Array]:
     """Returns `run` computed again in the backward pass, but for choices of few words."""
     names = [_BITS] if words <= _MAX_SAVED else []
     return jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*names))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -51,7 +52,7 @@ class MoBA(ChosenBlocks):
         return 2 * layer.num_heads * layer.head_dim * keys / self.block
 
     def choose(self, q, k, queries, keys, blocks, metadata):
-        summaries = blocks.means(k)
+        summaries = blocks.means(jax.lax.stop_gradient(k))
 
         def best(q, query, is_candidate):
             return self._best(q, summaries, is_candidate)

@@ -26,7 +26,7 @@ from lcjax.attention.base import (
 )
 from lcjax.attention.cache import LayerCache
 from lcjax.attention.causal import Causal
-from lcjax.attention.chosen_blocks import Blocks, complete_blocks
+from lcjax.attention.chosen_blocks import complete_blocks
 from lcjax.attention.on_devices import DocumentTokens, on_devices
 from lcjax.attention.pages import PagedCache
 from lcjax.attention.windows import ChosenByWindows
@@ -177,7 +177,7 @@ class NSA(ChosenByWindows):
             k_segments=jnp.where(self.is_window(strides), strides.segments, 0),
         )
         with jax.named_scope("compress"):
-            k, v = (self.window_means(_means(strides, x)) for x in (k, v))
+            k, v = (self.window_means(strides.means(x).astype(x.dtype)) for x in (k, v))
         one = Pass(metadata.q_positions, ends, causal())
         return partial_attention(q, k, v, one, metadata)[0]
 
@@ -243,9 +243,3 @@ def gated_sum(
     """Returns the float32 sum of the branches, each times its gate."""
     weighted = (gates[..., n, None] * x.astype(jnp.float32) for n, x in enumerate(branches))
     return sum(weighted)
-
-
-def _means(blocks: Blocks, x: Float[Array, "B S K H"]) -> Float[Array, "B C K H"]:
-    """Returns the means over the tokens of each block, in the dtype of x."""
-    entries = blocks.take(x).astype(jnp.float32)
-    return entries.reshape(*blocks.slots.shape, *x.shape[2:]).mean(2).astype(x.dtype)

@@ -32,11 +32,14 @@ class DocumentTokens(NamedTuple):
             return self
         return self._replace(segments=jnp.ones(self.index.shape, jnp.int32))
 
-    def visible_to(self, query: DocumentTokens) -> Bool[Array, "B S"]:
-        """Returns which of these keys one token [B] of each row may read: both have segments."""
-        segments = query.segments[:, None]
-        same = (self.segments == segments) & (segments != 0)
-        return same & (self.index <= query.index[:, None])
+    def visible_to(self, queries: DocumentTokens) -> Bool[Array, "*queries S"]:
+        """Returns which of these keys tokens [B], or [B, T], may read: both have segments."""
+        index, segments = self.index, self.segments
+        if queries.index.ndim > 1:
+            index, segments = index[:, None], segments[:, None]
+        of_queries = queries.segments[..., None]
+        same = (segments == of_queries) & (of_queries != 0)
+        return same & (index <= queries.index[..., None])
 
 
 def on_devices(

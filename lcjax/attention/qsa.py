@@ -108,7 +108,4 @@ class QSA(ChosenKeys):
 
     def always_reads(self, queries, keys):
         first = (queries.index + 1) // self.run * self.run
-        segments = queries.segments[..., None]
-        same = (keys.segments[:, None] == segments) & (segments != 0)
-        of_keys = keys.index[:, None]
-        return same & (of_keys <= queries.index[..., None]) & (of_keys >= first[..., None])
+        return keys.visible_to(queries) & (keys.index[:, None] >= first[..., None])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lcjax.attention.chosen_blocks import Blocks, ChosenBlocks, complete_blocks, group_scores
@@ -104,7 +105,7 @@ class ChosenByWindows(ChosenBlocks):
     def choose(self, q, k, queries, keys, blocks, metadata):
         del metadata
         strides = complete_blocks(keys, self.kernel_stride)
-        means = strides.means(k).astype(k.dtype)  # as a cache keeps them
+        means = strides.means(lax.stop_gradient(k)).astype(k.dtype)  # as a cache keeps them
         windows = self._windows(means, strides.numbers, self.is_window(strides))
         starts_block = _is_run(strides, self._strides) & (strides.numbers % self._strides == 0)
         count = starts_block.shape[1]

@@ -77,8 +77,6 @@ class HeadBudgetSearch:
 
 def search(config: HeadBudgetSearch) -> None:
     """Writes the budgets that keep most of each head's attention to a text."""
-    if config.text_file is None:
-        raise InputError("text_file=null: give --text_file=FILE, a text of some thousand tokens")
     text = read_input("text_file", config.text_file)
     lm = LanguageModel.load(config.model)
     ids = lm.encode(text)[: config.tokens]
@@ -86,8 +84,8 @@ def search(config: HeadBudgetSearch) -> None:
     write_whole(config.out, json.dumps(budgets) + "\n")
     kept = [entry[-1] for layer in budgets for entry in layer.values()]
     pairs = ((entry[1], entry[2]) for layer in budgets for entry in layer.values())
-    print(f"{len(ids):,} tokens; attention kept, mean {100 * sum(kept) / len(kept):.1f} %, least")
-    print(f"{100 * min(kept):.1f} %. Heads by columns and diagonals:")
+    mean, least = 100 * sum(kept) / len(kept), 100 * min(kept)
+    print(f"{len(ids):,} tokens; attention kept, mean {mean:.1f} %, least {least:.1f} %")
     for (columns, diagonals), count in sorted(collections.Counter(pairs).items()):
         print(f"{count:6} heads  {columns:5} columns  {diagonals:5} diagonals")
     print(f"Written: {config.out}\nRead it with --model.pattern.type=vertical_slash", end=" ")

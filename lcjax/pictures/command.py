@@ -177,8 +177,6 @@ def _attention(config: AttentionPicture) -> None:
 
 
 def _recall(config: RecallNumbers) -> None:
-    if config.text_file is None:
-        raise InputError("text_file=null: give --text_file=FILE, a text of some thousand tokens")
     text = read_input("text_file", config.text_file)
     lm = LanguageModel.load(config.model)
     ids = lm.encode(text)[: config.tokens]
